@@ -1,0 +1,244 @@
+"""Folders of images, and tables in the Hugging Face image layout.
+
+A reader finds images and all that is known of them, as a `Source`; nothing is decoded here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from numpy.typing import NDArray
+
+from furlong.data.folder import ByteArray, Item, Skipped, printable, scan
+from furlong.errors import FurlongError, nearest
+
+IntArray = NDArray[np.int64]
+Block = ByteArray | list[Item]  # pixels B×C×H×W, or images still encoded
+
+BATCH = 512
+PREFIXES: dict[str, tuple[str, ...]] = {
+    "train": ("train",),
+    "test": ("test", "validation", "val"),
+    "unlabelled": ("unlabeled", "unlabelled"),
+}
+
+
+class NoSplit(FurlongError):
+    """The set exists but has no such split; callers may then hold images out themselves."""
+
+
+@dataclass
+class Source:
+    """Images that have been found but not decoded, with all that is known beforehand."""
+
+    name: str
+    split: str
+    where: str
+    files: list[Path]
+    rows: IntArray  # the row numbers that belong to the split, sorted
+    blocks: Callable[[IntArray], Iterator[tuple[IntArray, Block]]]  # takes sorted row numbers
+    labels: IntArray | None = None
+    classes: tuple[str, ...] = ()
+    groups: IntArray | None = None
+    group_names: tuple[str, ...] = ()
+    skipped: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    size: int | None = None  # pixels square, unless asked otherwise; None: see the images
+    exact: bool = False  # every image has that size already, or else something is wrong
+    pad: int = 0  # pixels of black around each image
+
+
+def folder(name: str, path: Path, split: str, group_by: str | None) -> Source:
+    """The images below ``path``: subfolders are classes, or clients with classes below."""
+    if group_by not in (None, "folder"):
+        raise FurlongError(f"{name} can only be grouped by 'folder', not {group_by!r}.")
+    if not path.is_dir():
+        raise FurlongError(f"{name}: there is no folder {path}.")
+    tests = [path / n for n in ("test", "validation", "valid", "val") if (path / n).is_dir()]
+    splits = {"train": path}
+    if tests and (path / "train").is_dir():
+        splits = {"train": path / "train", "test": tests[0]}
+    if split not in splits:
+        raise NoSplit(
+            f"{name} has no split {split!r}: {path} would need the subfolders train and test."
+        )
+    root = splits.pop(split)
+    names, skipped = scan(root)
+    # Names of classes and clients are shared by the splits, so that equal numbers mean equal names.
+    others = [other for folder in splits.values() if folder != path for other in scan(folder)[0]]
+    parents = [each.split("/")[:-1] for each in [*names, *others]]
+    files = [root / each for each in names]
+
+    def blocks(rows: IntArray) -> Iterator[tuple[IntArray, Block]]:
+        for start in range(0, len(rows), BATCH):
+            part = rows[start : start + BATCH]
+            yield part, [(printable(names[row]), files[row]) for row in part]
+
+    rows = np.arange(len(names))
+    source = Source(name, split, str(root), files, rows, blocks, skipped=skipped)
+    depth = 0
+    if group_by:
+        owners = [part[0] if part else "." for part in parents]
+        source.groups, source.group_names = _numbered(owners, len(names))
+        depth = 1
+    labels = [part[depth] for part in parents if len(part) > depth]
+    if len(set(labels)) >= 2 and len(labels) == len(parents):
+        source.labels, source.classes = _numbered(labels, len(names))
+    elif len(set(labels)) >= 2:
+        source.notes.append("Some images lie outside the class folders, so no labels were taken.")
+    return source
+
+
+def _numbered(values: Sequence[Any], count: int) -> tuple[IntArray, tuple[str, ...]]:
+    """The first ``count`` of ``values`` as numbers, and the names that all of them stand for."""
+    names = sorted(set(values))
+    where = {each: index for index, each in enumerate(names)}
+    numbers = np.array([where[each] for each in values[:count]], dtype=np.int64)
+    return numbers, tuple(printable(str(each)) for each in names)
+
+
+def parquet(name: str, path: Path, split: str, group_by: str | None) -> Source:
+    """A parquet file, or those in a folder; names that start with no split's are ``train``."""
+    if path.is_file():
+        found = {"train": [path]}
+    elif path.is_dir():
+        found = {s: files for s in PREFIXES if (files := parquet_files(path, PREFIXES[s]))}
+        every = sorted(path.glob("*.parquet")) or sorted(path.glob("*/*.parquet"))
+        if not found and not every:
+            raise FurlongError(f"{name}: there is no *.parquet file in {path}.")
+        found = found or {"train": every}
+    else:
+        raise FurlongError(f"{name}: there is no file or folder {path}.")
+    if split not in found:
+        raise NoSplit(f"{name} has no split {split!r}: {path} has {', '.join(found)}.")
+    others = [file for each in found if each != split for file in found[each]]
+    return table(name, split, str(path), found[split], group_by, others=others)
+
+
+def parquet_files(where: Path, prefixes: Sequence[str]) -> list[Path]:
+    """The parquet files of the first of ``prefixes`` that has any, in ``where`` or just below."""
+    for inside in ("", "data", "plain_text", "default"):
+        for prefix in prefixes:
+            for pattern in (f"{prefix}-*.parquet", f"{prefix}.parquet", f"{prefix}/*.parquet"):
+                if files := sorted((where / inside).glob(pattern)):
+                    return files
+    return []
+
+
+def table(
+    name: str, split: str, where: str, files: list[Path], group_by: str | None, *,
+    arrow: Any = None, others: Sequence[Path] = (), classes: tuple[str, ...] = (),
+) -> Source:  # fmt: skip
+    """
+    Columns in the Hugging Face image layout, of ``arrow`` or else of the parquet ``files``.
+
+    Text categories share their numbers with the parquet files ``others``; numbered classes that
+    come without names get those in ``classes``.
+    """
+
+    def blocks(rows: IntArray) -> Iterator[tuple[IntArray, Block]]:
+        start = 0
+        with _explained(name, where):
+            for batch in data.to_batches([image], batch_size=BATCH, fragment_readahead=1):
+                end = start + len(batch)
+                part = rows[slice(*np.searchsorted(rows, [start, end]))]
+                yield part, _encoded(batch.column(0), part, start)
+                start = end
+
+    with _explained(name, where):
+        data = ds.dataset(list(map(str, files)) if arrow is None else arrow)
+        image = _image_column(name, where, data.schema)
+        rows = np.arange(data.count_rows())
+        source = Source(name, split, where, files, rows, blocks)
+        label = next((c for c in ("label", "fine_label", "labels") if c in data.schema.names), None)
+        if label is not None:
+            known = _class_names(data.schema, label) or classes
+            source.labels, source.classes = _categories(name, label, data, others, known)
+        if group_by is not None:
+            columns = [c for c in data.schema.names if c != image]
+            if group_by not in columns:
+                raise FurlongError(
+                    f"{name} has no column {group_by!r}. {nearest(group_by, columns)}"
+                )
+            source.groups, source.group_names = _categories(name, group_by, data, others)
+    return source
+
+
+@contextmanager
+def _explained(name: str, where: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        text = printable(str(error).partition("\n")[0])
+        raise FurlongError(f"{name}: cannot read the parquet files in {where}: {text}") from None
+
+
+def _image_column(name: str, where: str, schema: Any) -> str:
+    for column in sorted(schema.names, key=lambda each: each not in ("img", "image")):
+        kind = schema.field(column).type
+        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            return str(column)
+        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            return str(column)
+    raise FurlongError(
+        f"{name}: no column of images in {where}. Expected 'img' or 'image', a struct with "
+        f"'bytes'; found: {', '.join(schema.names)}."
+    )
+
+
+def _encoded(images: Any, rows: IntArray, start: int) -> list[Item]:
+    """``rows`` of a column of images that begins at row ``start``."""
+    # Only bytes: a path in a file from elsewhere must not make us open that path.
+    if pa.types.is_struct(images.type):
+        images = pc.struct_field(images, "bytes")
+    data = images.take(pa.array(rows - start)).to_pylist()
+    return [(f"row {row:08d}", each or b"") for row, each in zip(rows, data, strict=True)]
+
+
+def _class_names(schema: Any, label: str) -> tuple[str, ...]:
+    """The class names that Hugging Face keeps in a table's metadata, if any."""
+    try:
+        info = json.loads((schema.metadata or {})[b"huggingface"])["info"]
+        return tuple(printable(str(each)) for each in info["features"][label]["names"])
+    except (KeyError, TypeError, ValueError):
+        return ()
+
+
+def _categories(
+    name: str, which: str, data: Any, others: Sequence[Path], known: tuple[str, ...] | None = None
+) -> tuple[IntArray | None, tuple[str, ...]]:
+    """
+    A column as indices (int64 N) and names.
+
+    Whole numbers are kept unless ``known`` is None; all else is numbered in order over all splits.
+    """
+    values = data.to_table([which])[which]
+    if values.null_count:
+        raise FurlongError(f"{name}: column {which!r} has {values.null_count} empty value(s).")
+    if pa.types.is_nested(values.type) or pa.types.is_floating(values.type):
+        raise FurlongError(f"{name}: column {which!r} holds {values.type}, not categories.")
+    if known is not None and pa.types.is_integer(values.type):
+        numbers = values.to_numpy().astype(np.int64)
+        if (numbers == -1).all():  # how several sets on the Hub mark "unknown"
+            return None, ()
+        return numbers, known or tuple(map(str, range(numbers.max() + 1)))
+    rest = [ds.dataset(str(file)).to_table([which])[which].to_pylist() for file in others]
+    return _numbered(sum(rest, values.to_pylist()), len(values))
+
+
+def places(labels: IntArray) -> tuple[IntArray, IntArray]:
+    """For each label (int N): its occurrence number within its class, and the class's size."""
+    order = np.argsort(labels, kind="stable")
+    _, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    place = np.empty_like(labels)
+    place[order] = np.arange(len(labels))
+    return place - (np.cumsum(counts) - counts)[index], counts[index]

@@ -1,0 +1,424 @@
+"""The in-process engine: clients in worker processes with one thread each, or one after another.
+
+Workers are forked, so the images are shared with them and never copied. Payloads travel as sealed
+pieces of anonymous memory: the parent packs a download once, hands its file descriptor to every
+worker, and gets descriptors of reports and client states back. Nothing is pickled and nothing
+outlives the processes, however they end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from furlong.context import ClientContext, Exchange, Networks, Setup
+from furlong.errors import FurlongError
+from furlong.federation import Federation
+from furlong.method import Method, Report
+from furlong.payload import PayloadError, pack, unpack
+from furlong.rounds import Failure, run_client
+
+_FORK = sys.platform == "linux" and hasattr(socket, "send_fds") and hasattr(os, "memfd_create")
+_MESSAGE = 60_000
+
+
+def default_workers(device: torch.device) -> int:
+    """The number of usable cores on CPU, 1 (sequential) on an accelerator."""
+    if device.type != "cpu" or not _FORK:
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to reuse freed memory: returning it to the kernel after every step is slow."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library: nothing to set
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    mallopt(mmap_threshold, 1 << 30)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 256 << 20)
+
+
+# ---------------------------------------------------------------- memory that can be handed over
+
+
+@dataclass
+class Blob:
+    """Packed bytes behind a file descriptor (in memory), or in a file."""
+
+    size: int
+    fd: int | None = None
+    path: Path | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Blob:
+        """Pack ``value`` into anonymous memory."""
+        blob = cls(0)
+
+        def allocate(size: int) -> mmap.mmap:
+            blob.size, blob.fd = size, _anonymous(size)
+            return mmap.mmap(blob.fd, size)
+
+        pack(value, allocate)
+        return blob
+
+    @classmethod
+    def of_bytes(cls, packed: Any) -> Blob:
+        """Copy packed bytes into anonymous memory."""
+        view = memoryview(packed)
+        blob = cls(len(view), _anonymous(len(view)))
+        assert blob.fd is not None
+        with mmap.mmap(blob.fd, blob.size) as memory:
+            memory[:] = view
+        return blob
+
+    def map(self) -> mmap.mmap:
+        """The bytes, as private memory: writing to it changes nothing here."""
+        if self.fd is not None:
+            return mmap.mmap(self.fd, self.size, access=mmap.ACCESS_COPY)
+        assert self.path is not None
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
+
+    def open(self) -> int:
+        """A descriptor that the caller closes."""
+        return os.dup(self.fd) if self.fd is not None else os.open(self.path or "", os.O_RDONLY)
+
+    def spill(self, path: Path) -> None:
+        """Move the bytes from memory to a file."""
+        path.write_bytes(self.map())
+        self.close()
+        self.path = path
+
+    def close(self) -> None:
+        """Give the bytes back."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+            self.path = None
+
+
+def _anonymous(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("furlong", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+class BlobStore:
+    """Client states in memory up to a budget, the least recently used ones on disk beyond it."""
+
+    def __init__(self, budget: int, folder: Path | None = None) -> None:
+        self.budget = budget
+        self.versions: dict[int, int] = {}
+        self._blobs: OrderedDict[int, Blob] = OrderedDict()
+        self._folder = folder
+        self._own: tempfile.TemporaryDirectory[str] | None = None
+
+    def blob(self, client: int) -> Blob | None:
+        """The client's state, if it has one."""
+        return self._blobs.get(client)
+
+    def get(self, client: int) -> Any | None:
+        """The packed state (private memory), or ``None``."""
+        blob = self._blobs.get(client)
+        return None if blob is None else blob.map()
+
+    def put(self, client: int, packed: Any) -> None:
+        """Keep packed bytes."""
+        self.keep(client, Blob.of_bytes(packed))
+
+    def keep(self, client: int, blob: Blob, version: int = -1) -> None:
+        """Keep a blob, and spill others if the budget is exceeded."""
+        if old := self._blobs.pop(client, None):
+            old.close()
+        self._blobs[client] = blob
+        self.versions[client] = version
+        in_memory = sum(b.size for b in self._blobs.values() if b.fd is not None)
+        for name, held in self._blobs.items():
+            if in_memory <= self.budget:
+                break
+            if held.fd is not None:
+                held.spill(self._spill_folder() / f"client-{name}-{version}.safetensors")
+                in_memory -= held.size
+
+    def items(self) -> Iterator[tuple[int, int, Any]]:
+        """(client, version, packed state) of every client that has one."""
+        for client in sorted(self._blobs):
+            yield client, self.versions[client], self._blobs[client].map()
+
+    def close(self) -> None:
+        """Drop everything."""
+        for blob in self._blobs.values():
+            blob.close()
+        self._blobs.clear()
+        if self._own is not None:
+            self._own.cleanup()
+            self._own = None
+
+    def _spill_folder(self) -> Path:
+        if self._own is None:
+            self._own = tempfile.TemporaryDirectory(prefix="furlong-clients-", dir=self._folder)
+        return Path(self._own.name)
+
+
+# ---------------------------------------------------------------- the transport
+
+
+@dataclass
+class InProcess:
+    """A :class:`furlong.rounds.Transport` on this machine; use it as a context manager."""
+
+    method: Method[Any, Any, Any, Any]
+    federation: Federation
+    setup: Setup
+    workers: int = 1
+    store: BlobStore = field(default_factory=lambda: BlobStore(4 << 30))
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise FurlongError(f"--workers is {self.workers}; it must be at least 1.")
+        if self.workers > 1 and self.setup.device.type != "cpu":
+            raise FurlongError(
+                f"--workers {self.workers} with --device {self.setup.device}: clients run one "
+                "after another on an accelerator. Use --workers 1, or --device cpu."
+            )
+        self._networks = Networks()
+        self._pool: list[_Worker] = []
+        if self.workers > 1 and _FORK:
+            useful = min(self.workers, len(self.federation.clients))
+            for _ in range(useful if useful > 1 else 0):
+                self._pool.append(_Worker(self))
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers and drop the client states."""
+        for worker in self._pool:
+            worker.end()
+        self._pool = []
+        self.store.close()
+
+    def client(self, down: Any, exchange: Exchange, client: int, store: Any) -> Report[Any]:
+        """``run_client`` with this run's data."""
+        shard = self.federation.shard(client, labels=self.method.needs_labels)
+        ctx = ClientContext(self.setup, exchange, self._networks, client=client, data=shard)
+        return run_client(self.method, down, ctx, store)
+
+    def exchange(
+        self, exchange: Exchange, downloads: Mapping[int, Any]
+    ) -> Iterator[Report[Any] | Failure]:
+        """Reports and failures in client order."""
+        if self._pool:
+            yield from self._in_workers(exchange, downloads)
+            return
+        for client in downloads:
+            try:
+                slot = _OneState(self.store.get(client))
+                report = self.client(downloads[client], exchange, client, slot)
+            except Exception as error:
+                yield Failure(client, "raised", _describe(error))
+                continue
+            if slot.put_bytes is not None:
+                self.store.keep(client, Blob.of_bytes(slot.put_bytes), exchange.index)
+            yield report
+
+    def _in_workers(
+        self, exchange: Exchange, downloads: Mapping[int, Any]
+    ) -> Iterator[Report[Any] | Failure]:
+        waiting = list(downloads)
+        order, done = iter(list(waiting)), {}
+        sent = _Sent()
+        idle = list(self._pool)
+        busy: dict[_Worker, int] = {}
+        with selectors.DefaultSelector() as selector:
+            for worker in self._pool:
+                selector.register(worker.socket, selectors.EVENT_READ, worker)
+            for next_out in order:
+                while next_out not in done:
+                    # not more than two rounds ahead of the aggregation: memory stays bounded
+                    while idle and waiting and len(done) + len(busy) < 3 * len(self._pool):
+                        client = waiting.pop(0)
+                        worker = idle.pop(0)
+                        blob = sent.blob(downloads[client])
+                        worker.send(exchange, client, blob, self.store.blob(client))
+                        busy[worker] = client
+                    for key, _ in selector.select():
+                        worker = key.data
+                        client = busy.pop(worker)
+                        reply = worker.receive(client)
+                        if isinstance(reply, Failure) and reply.kind == "lost":
+                            selector.unregister(worker.socket)
+                            worker.end()
+                            self._pool.remove(worker)
+                            worker = _Worker(self)
+                            self._pool.append(worker)
+                            selector.register(worker.socket, selectors.EVENT_READ, worker)
+                        idle.append(worker)
+                        done[client] = reply
+                reply = done.pop(next_out)
+                if isinstance(reply, Failure):
+                    yield reply
+                    continue
+                report, state = reply
+                if state is not None:
+                    self.store.keep(next_out, state, exchange.index)
+                try:
+                    yield unpack(report.map())
+                except PayloadError as error:
+                    yield Failure(next_out, "refused", str(error))
+                finally:
+                    report.close()
+        sent.close()
+
+
+class _Sent:
+    """The blob of the download sent last: most methods send the same object to everybody."""
+
+    def __init__(self) -> None:
+        self._value: Any = None
+        self._blob: Blob | None = None
+
+    def blob(self, value: Any) -> Blob:
+        if self._blob is None or value is not self._value:
+            self.close()
+            self._value, self._blob = value, Blob.of(value)
+        return self._blob
+
+    def close(self) -> None:
+        if self._blob is not None:
+            self._blob.close()
+            self._blob = None
+
+
+class _OneState:
+    """A client store for a single call: what came with the task, what goes back with the answer."""
+
+    def __init__(self, packed: Any) -> None:
+        self._packed = packed
+        self.put_bytes: Any = None
+
+    def get(self, client: int) -> Any | None:  # noqa: ARG002
+        return self._packed
+
+    def put(self, client: int, packed: Any) -> None:  # noqa: ARG002
+        self.put_bytes = packed
+
+
+class _Worker:
+    """A forked process that runs clients; messages are JSON, payloads are descriptors."""
+
+    def __init__(self, engine: InProcess) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        process = get_context("fork").Process(
+            target=_work, args=(engine, theirs, self.socket, os.getpid()), daemon=True
+        )
+        process.start()
+        theirs.close()
+        self.process = process
+
+    def send(self, exchange: Exchange, client: int, down: Blob, state: Blob | None) -> None:
+        """Give the worker a client to run."""
+        blobs = [down] if state is None else [down, state]
+        message = {"exchange": asdict(exchange), "client": client, "sizes": [b.size for b in blobs]}
+        fds = [blob.open() for blob in blobs]
+        try:
+            socket.send_fds(self.socket, [json.dumps(message).encode()], fds)
+        except OSError:
+            pass  # the worker is gone: ``receive`` reports it
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def receive(self, client: int) -> tuple[Blob, Blob | None] | Failure:
+        """The packed report and new state of ``client``."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.socket, _MESSAGE, 2)
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self.process.join(5)
+            code = self.process.exitcode
+            how = signal.Signals(-code).name if code is not None and code < 0 else f"code {code}"
+            return Failure(client, "lost", f"its worker process ended ({how})")
+        message = json.loads(data)
+        if "raised" in message:
+            return Failure(client, "raised", message["raised"])
+        blobs = [Blob(size, fd) for size, fd in zip(message["sizes"], fds, strict=True)]
+        return blobs[0], blobs[1] if len(blobs) > 1 else None
+
+    def end(self) -> None:
+        """Close the connection, upon which the process ends; kill it if it is busy."""
+        self.socket.close()
+        self.process.join(0.2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+
+
+def _work(engine: InProcess, server: socket.socket, other: socket.socket, parent: int) -> None:
+    """A worker's life: until the connection closes or the parent dies."""
+    for inherited in (other, *(worker.socket for worker in engine._pool)):
+        inherited.close()  # or the others would not notice when the parent closes theirs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
+    if os.getppid() != parent:
+        return
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    while True:
+        data, fds, _, _ = socket.recv_fds(server, _MESSAGE, 2)
+        if not data:
+            return
+        task = json.loads(data)
+        blobs = [Blob(size, fd) for size, fd in zip(task["sizes"], fds, strict=True)]
+        slot = _OneState(blobs[1].map() if len(blobs) > 1 else None)
+        out: list[Blob] = []
+        try:
+            exchange = Exchange(**task["exchange"])
+            report = engine.client(unpack(blobs[0].map()), exchange, task["client"], slot)
+            out.append(Blob.of(report))
+            if slot.put_bytes is not None:
+                out.append(Blob.of_bytes(slot.put_bytes))
+            answer = {"sizes": [blob.size for blob in out]}
+        except Exception as error:
+            out, answer = [], {"raised": _describe(error)}
+        message = json.dumps(answer).encode()
+        socket.send_fds(server, [message], [b.fd for b in out if b.fd is not None])
+        for blob in (*blobs, *out):
+            blob.close()
+
+
+def _describe(error: BaseException) -> str:
+    """One line that names the error and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:2000]}{where}"

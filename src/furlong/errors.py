@@ -1,0 +1,18 @@
+"""Errors that a person can act on: they name the thing, the value and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FurlongError(Exception):
+    """A mistake in the input, the data or the surroundings; the CLI prints it without a traceback."""
+
+
+def nearest(word: str, options: Iterable[str]) -> str:
+    """A sentence about the valid ``options``, the one most like ``word`` first."""
+    names = sorted(options)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Valid: {', '.join(names)}."

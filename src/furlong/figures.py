@@ -1,0 +1,257 @@
+"""Figures from plain data: curves, heat map, sizes, bars; drawn without pyplot's global state.
+
+Colours are Okabe and Ito's, told apart by colour-blind readers. ``svg`` is for a page (it follows
+the page's light or dark theme), ``save`` for a file (white ground).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from furlong.errors import FurlongError
+
+Points = Sequence[tuple[float, float]]
+
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080"
+_NAMES = {BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey"}
+_WIDTH = 4.8  # inches: on a phone the text stays as large as the page's small print
+_SHADE = (0.0, 0.447, 0.698)  # BLUE; text on 80 % of it is readable in either theme
+_SHADES = LinearSegmentedColormap.from_list("shades", [(*_SHADE, 0.0), (*_SHADE, 0.8)])
+_MOST_LINES = 20  # more clients than this are shown as a band
+_MOST_NUMBERS = 300  # more cells than this have no number
+_MOST_NAMES = 40  # more clients or classes than this are counted, not named
+
+
+def curves(
+    means: Mapping[str, Points],
+    ylabel: str,
+    *,
+    each: Sequence[Points] = (),
+    levels: Mapping[str, float] | None = None,
+    unit: str = "",
+    title: str = "",
+) -> Figure:
+    """Bold lines over rounds; ``each`` client thin behind them; ``levels`` dashed.
+
+    ``unit``: "" for plain numbers, "%" for fractions shown as percentages, "B" for bytes.
+    """
+    figure, axes = _axes(2.7, title)
+    if len(each) > _MOST_LINES:
+        _band(axes, each)
+    else:
+        for number, points in enumerate(each):
+            label = None if number else "one client"
+            mark = "." if len(points) == 1 else ""
+            axes.plot(*_xy(points), color=GREY, alpha=0.6, linewidth=0.8, marker=mark, label=label)
+    for number, (name, points) in enumerate(means.items()):
+        color = (BLUE, ORANGE, GREEN, PURPLE)[number % 4]
+        style: dict[str, Any] = (
+            {"linestyle": (0, (4, 2.5))} if number else {}
+        )  # may cover the first
+        if not number and len(points) <= 30:
+            style |= {"marker": "o", "markersize": 3.5}
+        axes.plot(*_xy(points), color=color, linewidth=2, label=name, **style)
+    for name, level in (levels or {}).items():
+        axes.axhline(level, color=ORANGE, linewidth=1.4, linestyle=(0, (5, 3)), label=name)
+    axes.set_xlabel("round")
+    axes.set_ylabel(ylabel)
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
+    if unit == "%":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g} %"))
+    elif unit == "B":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: size(v)))
+        axes.set_ylim(bottom=0)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8.5)
+    return figure
+
+
+def heat_map(
+    class_counts: Sequence[Sequence[int]], classes: Sequence[str], title: str = ""
+) -> Figure:
+    """Who holds how many images of which class: clients × classes."""
+    counts = np.asarray(class_counts, dtype=np.int64).reshape(len(class_counts), -1)
+    clients, n = counts.shape
+    peak = max(1, int(counts.max(initial=0)))
+    names = [_short(name) for name in classes]
+    tilted = n <= _MOST_NAMES and sum(len(name) + 2 for name in names) > 50
+    height = min(5.0, max(1.2, 0.21 * clients + 0.5)) + (0.5 if tilted else 0.1)
+    figure, axes = _axes(height, title)
+    axes.imshow(counts, cmap=_SHADES, norm=Normalize(0, peak), aspect="auto", interpolation="none")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    numbered = counts.size <= _MOST_NUMBERS and n * len(f"{peak:,}") <= 64
+    if numbered:
+        for (client, label), count in np.ndenumerate(counts):
+            text, alpha = (f"{count:,}", 1.0) if count else ("·", 0.5)
+            axes.text(label, client, text, ha="center", va="center", fontsize=8, alpha=alpha)
+    if n <= _MOST_NAMES:
+        style: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+        axes.set_xticks(range(n), names, parse_math=False, **(style if tilted else {}))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+        axes.set_xlabel("class (number)")
+    if clients <= _MOST_NAMES:
+        axes.set_yticks(range(clients))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
+    axes.set_ylabel("client")
+    if counts.size <= 4 * _MOST_NUMBERS:  # hairlines, or a sea of them
+        axes.set_xticks(np.arange(n + 1) - 0.5, minor=True)
+        axes.set_yticks(np.arange(clients + 1) - 0.5, minor=True)
+        axes.tick_params(which="minor", length=0)
+        axes.grid(which="minor", color=GREY, alpha=0.3, linewidth=0.5)
+    if not numbered:
+        scale = ScalarMappable(Normalize(0, peak), _SHADES.resampled(9))
+        bar: Any = figure.colorbar(
+            scale, ax=axes, label="images", aspect=30, pad=0.02, drawedges=False
+        )
+        bar.solids.set_antialiased(False)
+        bar.outline.set_visible(False)
+    return figure
+
+
+def sizes(counts: Sequence[int], title: str = "") -> Figure:
+    """How many images every client holds."""
+    figure, axes = _axes(2.4, title)
+    if len(counts) <= 100:
+        axes.bar(range(len(counts)), counts, width=0.8, color=BLUE)
+    else:  # one shape instead of a thousand
+        axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=BLUE)
+    axes.set_xlabel("client")
+    axes.set_ylabel("images")
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure
+
+
+def bars(
+    rows: Sequence[tuple[str, float, float | None]], title: str = "", highlight: str = "federated"
+) -> Figure:
+    """Accuracies (fractions) with their standard deviations, one named bar each, as percentages."""
+    figure, axes = _axes(0.36 * len(rows) + 0.35, title)
+    ends = [value + (std or 0.0) for _, value, std in rows]
+    for place, (label, value, std) in enumerate(rows):
+        color = BLUE if label == highlight else GREY
+        axes.barh(place, value, height=0.66, color=color, alpha=1 if label == highlight else 0.7)
+        if std:
+            axes.errorbar(value, place, xerr=std, color="black", capsize=3, linewidth=1)
+        text = f"{100 * value:.1f} %" + (f" ± {100 * std:.1f}" if std else "")
+        weight = "bold" if label == highlight else "normal"
+        axes.annotate(text, (ends[place], place), (5, 0), textcoords="offset points",
+                      va="center", fontweight=weight)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [_short(row[0], 40) for row in rows], parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * max(ends, default=1.0) or 1.0)
+    axes.xaxis.set_visible(False)
+    axes.tick_params(length=0)
+    axes.spines[["bottom"]].set_visible(False)
+    return figure
+
+
+def svg(figure: Figure) -> str:
+    """An <svg> for a page: transparent, text and axes in the page's colour, no outside reference.
+
+    Colours are CSS variables (``--blue``, …) with the figure's own as fallback.
+    """
+    with _style({"svg.fonttype": "none"}):
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    drawn = text.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    drawn = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", drawn, flags=re.S)
+    drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)  # repeated from figure to figure
+    drawn = re.sub(r' (width|height)="[\d.]+pt"', "", drawn, count=2)
+    drawn = drawn.replace("#000000", "currentColor")
+    for color, name in _NAMES.items():
+        drawn = drawn.replace(f": {color}", f": var(--{name}, {color})")
+    drawn = re.sub(r"\n\s*", "\n", drawn)
+    return drawn.replace("<svg ", '<svg fill="currentColor" ', 1).strip()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a .svg or .png file; the same figure gives the same bytes."""
+    kind = path.suffix.lower()
+    if kind not in (".svg", ".png"):
+        raise FurlongError(f"cannot draw to {path}: the name must end in .svg or .png.")
+    metadata = {"Date": None} if kind == ".svg" else {"Software": None}
+    try:
+        with _style({"svg.fonttype": "path"}):
+            figure.savefig(path, format=kind[1:], dpi=200, facecolor="white", metadata=metadata)
+    except OSError as error:
+        raise FurlongError(f"cannot write {path}: {error.strerror}") from None
+
+
+def size(count: float) -> str:
+    """Bytes in a unit that a person reads."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            return f"{count:.3g}\N{NO-BREAK SPACE}{unit}"
+        count /= 1000
+    return f"{count:,.0f}\N{NO-BREAK SPACE}PB"
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _axes(height: float, title: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(_WIDTH, height + (0.25 if title else 0)), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines[:].set_linewidth(0.8)
+    axes.xaxis.label.set_fontsize(9)
+    axes.yaxis.label.set_fontsize(9)
+    axes.tick_params(labelsize=8.5, length=3, width=0.8)
+    axes.tick_params(axis="y", length=0)
+    if title:
+        axes.set_title(_short(title, 70), loc="left", fontsize=10, parse_math=False)
+    return figure, axes
+
+
+def _band(axes: Any, each: Sequence[Points]) -> None:
+    """Where the middle 80 % of the clients lie."""
+    found: dict[float, list[float]] = {}
+    for points in each:
+        for x, y in points:
+            found.setdefault(x, []).append(y)
+    rounds = sorted(found)
+    low, high = (np.array([np.quantile(found[x], q) for x in rounds]) for q in (0.1, 0.9))
+    axes.fill_between(rounds, low, high, color=GREY, alpha=0.3, linewidth=0,
+                      label="middle 80 % of the clients")  # fmt: skip
+
+
+def _xy(points: Points) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _short(name: object, most: int = 16) -> str:
+    """A name that can be drawn: one printable line of at most ``most`` characters."""
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(name))
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+@contextmanager
+def _style(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Reproducible output; a name in a script that the font lacks is not worth a warning."""
+    fixed = {"svg.hashsalt": "furlong", "font.sans-serif": ["DejaVu Sans"]}
+    with matplotlib.rc_context({**fixed, **settings}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield

@@ -1,0 +1,83 @@
+"""What a server accepts. Every report passes this one gate before any aggregation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from furlong.context import Exchange
+from furlong.method import Report
+from furlong.payload import flatten
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Limits of one run; ``check`` gives the reason for a refusal, or ``None``."""
+
+    max_examples: int = 1_000_000_000
+    max_metrics: int = 64
+
+    def check(
+        self, report: Report[Any], expected: Any, exchange: Exchange, client: int
+    ) -> str | None:
+        """Whether ``report`` answers ``exchange`` for ``client`` and looks like ``expected``."""
+        if not isinstance(report, Report):
+            return f"not a report but {type(report).__name__}"
+        if type(report.client) is not int or report.client != client:
+            return f"signed by client {report.client!r}"
+        if type(report.exchange) is not int or report.exchange != exchange.index:
+            return f"answers exchange {report.exchange!r}, not {exchange.index}"
+        if type(report.examples) is not int or not 0 <= report.examples <= self.max_examples:
+            return f"claims {report.examples!r} examples (allowed: 0 to {self.max_examples})"
+        return self._metrics(report.metrics) or self._upload(report.upload, expected)
+
+    def _metrics(self, metrics: Any) -> str | None:
+        if not isinstance(metrics, dict) or len(metrics) > self.max_metrics:
+            return f"metrics are not a dict of at most {self.max_metrics} numbers"
+        for name, value in metrics.items():
+            if not isinstance(name, str) or type(value) not in (int, float):
+                return f"metric {name!r} is not a number"
+            if not math.isfinite(value):
+                return f"metric {name!r} is {value}"
+        return None
+
+    @staticmethod
+    def _upload(upload: Any, expected: Any) -> str | None:
+        got, got_tree = flatten(upload)
+        want, want_tree = flatten(expected)
+        if got.keys() != want.keys():
+            missing, extra = sorted(want.keys() - got.keys()), sorted(got.keys() - want.keys())
+            return f"wrong tensors: {len(missing)} missing {missing[:3]}, {len(extra)} unknown " + (
+                str(extra[:3])
+            )
+        for name, tensor in got.items():
+            if tensor.shape != want[name].shape:
+                return f"{name} has shape {tuple(tensor.shape)}, not {tuple(want[name].shape)}"
+            if tensor.dtype != want[name].dtype:
+                return f"{name} has dtype {tensor.dtype}, not {want[name].dtype}"
+            # one pass, nothing allocated; the float64 sum of finite float32 values is finite
+            if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
+                return f"{name} holds NaN or infinity"
+        return _differs(got_tree, want_tree)
+
+
+def _differs(got: Any, want: Any) -> str | None:
+    """Structures must agree; numbers must be finite and of the same kind."""
+    if type(got) is not type(want):
+        return f"a {type(got).__name__} stands where a {type(want).__name__} belongs"
+    if isinstance(want, dict):
+        if got.keys() != want.keys():
+            return f"fields {sorted(map(str, got))[:4]} instead of {sorted(map(str, want))[:4]}"
+        if "float" in want:
+            return f"a number is {got['float']}"
+        return next((r for key in want if (r := _differs(got[key], want[key]))), None)
+    if isinstance(want, list):
+        if len(got) != len(want):
+            return f"{len(got)} entries instead of {len(want)}"
+        return next((r for g, w in zip(got, want, strict=True) if (r := _differs(g, w))), None)
+    if isinstance(want, str) and got != want:
+        return f"{got[:60]!r} stands where {want[:60]!r} belongs"
+    return None

@@ -1,0 +1,32 @@
+"""The table of methods: the only place where a method has a string name.
+
+A row is a name, a class and the fields by which it differs from the class's defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from furlong.method import Method
+from furlong.methods.fedema import FedEMA
+from furlong.methods.fedsimclr import FedSimCLR
+from furlong.methods.fedu import FedU
+
+
+@dataclass(frozen=True)
+class Row:
+    """A named method: its class and the fields that the name stands for."""
+
+    cls: type[Method[Any, Any, Any, Any]]
+    family: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+METHODS: dict[str, Row] = {
+    "fedsimclr": Row(FedSimCLR, "contrastive"),
+    "fedbyol": Row(FedU, "non-contrastive", {"predictor": "global"}),
+    "fedu": Row(FedU, "non-contrastive"),
+    "fedema": Row(FedEMA, "non-contrastive"),
+}

@@ -1,0 +1,82 @@
+"""BYOL's local training (Grill et al., NeurIPS 2020), shared by FedU and FedEMA.
+
+    L = (2 - 2cos(p(g(f(v))), sg[g_ξ(f_ξ(v'))])) + the same with the views swapped
+    ξ ← m·ξ + (1 - m)·θ  after every step, over parameters
+
+"Encoder" is backbone and projector together, as in FedU's text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from furlong.context import ClientContext, Context, ServerContext
+from furlong.losses import byol
+from furlong.nets import head, head_dim
+from furlong.payload import Weights, payload
+from furlong.weights import ema_, snapshot
+
+
+@payload
+class Shared:
+    """What travels: an encoder (backbone and projector) and a predictor."""
+
+    encoder: Weights
+    predictor: Weights
+
+
+@payload
+class Triple:
+    """BYOL's three networks, as values: online and target never share storage."""
+
+    online: Weights
+    target: Weights
+    predictor: Weights
+
+
+@dataclass(frozen=True)
+class Byol:
+    """The networks and the loss; a part of a method's hyper-parameters."""
+
+    projection_head: str
+    prediction_head: str
+    decay: float
+    symmetric: bool
+
+    def encoder(self, ctx: Context) -> nn.Module:
+        """Backbone and projector: images B×C×H×W to projections B×d_z."""
+        projector = head(self.projection_head, ctx.width)
+        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), projector=projector))
+
+    def predictor(self, ctx: Context) -> nn.Module:
+        """Projections to predictions, both B×d_z."""
+        with torch.device("meta"):  # only its width is wanted
+            width = head_dim(head(self.projection_head, ctx.width))
+        return head(self.prediction_head, width)
+
+    def init(self, ctx: ServerContext) -> Shared:
+        """Freshly initialised networks."""
+        return Shared(snapshot(self.encoder(ctx)), snapshot(self.predictor(ctx)))
+
+    def train(self, start: Triple, ctx: ClientContext) -> tuple[Triple, dict[str, float]]:
+        """The client's local epochs from ``start``."""
+        online = ctx.network("online", lambda: self.encoder(ctx), start.online)
+        target = ctx.network("target", lambda: self.encoder(ctx), start.target)
+        predictor = ctx.network("predictor", lambda: self.predictor(ctx), start.predictor)
+        target.requires_grad_(False)
+        optimiser = ctx.optimiser(online, predictor)
+        for batch in ctx.batches():
+            # both views in one pass, as BYOL's authors do; EasyFL normalises each view by itself
+            images = torch.cat(batch.views())
+            y1, y2 = predictor(online(images)).chunk(2)
+            with torch.no_grad():
+                t1, t2 = target(images).chunk(2)
+            loss = byol(y1, t2) + (byol(y2, t1) if self.symmetric else 0.0)
+            optimiser.step(loss)
+            ema_(target, online, self.decay)
+        nets = Triple(snapshot(online), snapshot(target), snapshot(predictor))
+        return nets, optimiser.metrics()

@@ -1,0 +1,108 @@
+"""FedEMA: divergence-aware moving average (Zhuang, Wen, Zhang, ICLR 2022).
+
+    online    ← μ_k·own + (1 - μ_k)·Φ,   predictor ← μ_k·own + (1 - μ_k)·Ψ,   μ_k = min(λ_k·d_k, 1)
+
+The target stays the client's own. λ_k = τ/d_k at the first divergence a client has, then frozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from furlong.context import ClientContext, ServerContext
+from furlong.method import Local
+from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, backbone
+from furlong.methods.byol import Byol, Shared, Triple
+from furlong.payload import Weights, payload
+from furlong.weights import lerp, mean_conv_l2, sq_l2
+
+
+@payload
+class State:
+    """What a client keeps: its networks, d_k of its last local training, λ_k, and when that was."""
+
+    online: Weights
+    target: Weights
+    predictor: Weights
+    divergence: float
+    scale: float | None
+    round: int
+
+
+@dataclass(frozen=True)
+class FedEMA(Averaging[Shared, State | None]):
+    """BYOL; clients blend the global networks into their own instead of taking them over."""
+
+    paper: ClassVar[str] = (
+        "Zhuang, Wen, Zhang, Divergence-aware Federated Self-Supervised Learning, ICLR 2022"
+    )
+    keeps: ClassVar[str] = "online and target encoder, predictor, last divergence, scale λ"
+    leaves: ClassVar[str] = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+
+    tau: float = 0.7  # μ_k of the first blend, when ``autoscale``
+    autoscale: bool = True
+    scale: float = 1.0  # λ without ``autoscale``
+    # the client's own displacement in local training (authors' code), or ‖Φ - own‖ (paper)
+    divergence: Literal["displacement", "to_global"] = "displacement"
+    selective: bool = False  # blend only if the client also trained in the round before
+    decay: float = 0.99
+    symmetric: bool = True
+    projection_head: str = "easyfl_proj"
+    prediction_head: str = "easyfl_pred"
+
+    @property
+    def byol(self) -> Byol:
+        """The local learner."""
+        return Byol(self.projection_head, self.prediction_head, self.decay, self.symmetric)
+
+    def init_server(self, ctx: ServerContext) -> Shared:
+        """Φ and Ψ, freshly initialised."""
+        return self.byol.init(ctx)
+
+    def distance(self, state: State, down: Shared) -> float:
+        """d_k at the time of the merge."""
+        if self.divergence == "displacement":
+            return state.divergence
+        return sq_l2(down.encoder, state.online) ** 0.5
+
+    def scale_of(self, state: State | None, distance: float) -> float | None:
+        """λ_k: what was set once, else τ/d_k as soon as there is a divergence."""
+        if not self.autoscale:
+            return self.scale
+        if state is not None and state.scale is not None:
+            return state.scale
+        return self.tau / distance if distance > 0 else None
+
+    def merge(self, state: State, down: Shared, scale: float | None, distance: float) -> Triple:
+        """Blend; an amount of 0 keeps the client's own, 1 takes the global networks."""
+        mu = 0.0 if scale is None else min(scale * distance, 1.0)
+        return Triple(
+            online=lerp(state.online, down.encoder, 1 - mu),
+            target=state.target,
+            predictor=lerp(state.predictor, down.predictor, 1 - mu),
+        )
+
+    def local_update(
+        self, state: State | None, down: Shared, ctx: ClientContext
+    ) -> Local[State | None, Shared]:
+        """Merge, train, remember how far the encoder went."""
+        fresh = Triple(online=down.encoder, target=down.encoder, predictor=down.predictor)
+        scale, start = None, fresh
+        if state is not None:
+            distance = self.distance(state, down)
+            scale = self.scale_of(state, distance)
+            if not self.selective or state.round == ctx.exchange.round - 1:
+                start = self.merge(state, down, scale, distance)
+        nets, metrics = self.byol.train(start, ctx)
+        moved = mean_conv_l2(nets.online, start.online)
+        kept = State(
+            nets.online, nets.target, nets.predictor, moved, scale, ctx.exchange.round
+        )
+        return Local(kept, Shared(nets.online, nets.predictor), metrics | {"divergence": moved})
+
+    def encoder(self, server: Shared, ctx: ServerContext) -> nn.Module:
+        """The backbone of Φ."""
+        return backbone(server.encoder, ctx)

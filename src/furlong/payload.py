@@ -1,0 +1,316 @@
+"""Everything that is sent, kept or saved: plain data in the safetensors format, never pickle.
+
+A payload is a frozen dataclass made by :func:`payload`. Its fields are tensors, weights (tensors by
+name), numbers, strings, ``None``, other payloads, or dicts and tuples of these. ``pack`` lays one
+out in a single buffer (a safetensors file: JSON header, then raw little-endian tensors) and
+``unpack`` reads it back without copying: the tensors are views of the buffer. Only classes that
+were registered by ``@payload`` can come out of ``unpack``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar, dataclass_transform
+
+import torch
+from torch import Tensor
+
+from furlong.errors import FurlongError
+
+Weights = dict[str, Tensor]
+"""A module's state by parameter and buffer name; values, never modules."""
+
+T = TypeVar("T")
+_REGISTRY: dict[str, type] = {}
+_MAX_HEADER = 100_000_000
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class PayloadError(FurlongError):
+    """Bytes that are not a payload, or not one that this program knows."""
+
+
+@dataclass_transform(frozen_default=True)
+def payload(cls: type[T]) -> type[T]:
+    """Make ``cls`` a frozen dataclass that can be packed and unpacked."""
+    made = dataclass(frozen=True)(cls)
+    _REGISTRY[f"{cls.__module__}.{cls.__qualname__}"] = made
+    return made
+
+
+# ---------------------------------------------------------------- values <-> (tensors, JSON tree)
+
+
+def flatten(value: Any) -> tuple[dict[str, Tensor], Any]:
+    """Split ``value`` into its tensors by path (``field/key``) and a JSON tree of the rest."""
+    tensors: dict[str, Tensor] = {}
+    return tensors, _encode(value, "", tensors)
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):  # JSON has no NaN and no infinity
+        return value if math.isfinite(value) else {"float": repr(value)}
+    below = f"{path}/" if path else ""
+    if is_dataclass(value) and not isinstance(value, type):
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        if name not in _REGISTRY:
+            raise TypeError(f"{name} is not a payload: decorate it with @payload")
+        items = {f.name: _encode(getattr(value, f.name), below + f.name, tensors)
+                 for f in fields(value)}
+        return {"payload": name, "fields": items}
+    if isinstance(value, dict):
+        if value and all(isinstance(v, Tensor) for v in value.values()):
+            tensors.update({f"{below}{k}": v for k, v in value.items()})
+            return {"weights": path, "names": list(value)}
+        pairs = [[k, _encode(v, f"{below}{k}", tensors)] for k, v in value.items()]
+        return {"dict": pairs}
+    if isinstance(value, tuple | list):
+        return {"tuple": [_encode(v, f"{below}{i}", tensors) for i, v in enumerate(value)]}
+    raise TypeError(f"a payload cannot hold {type(value).__name__} at {path!r}")
+
+
+def rebuild(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of :func:`flatten`."""
+    if not isinstance(tree, dict):
+        return tree
+    match tree:
+        case {"tensor": str(path)}:
+            return tensors[path]
+        case {"float": str(text)}:
+            return float(text)
+        case {"weights": str(path), "names": list(names)}:
+            below = f"{path}/" if path else ""
+            return {name: tensors[below + name] for name in names}
+        case {"dict": list(pairs)}:
+            return {key: rebuild(item, tensors) for key, item in pairs}
+        case {"tuple": list(items)}:
+            return tuple(rebuild(item, tensors) for item in items)
+        case {"payload": str(name), "fields": dict(items)} if name in _REGISTRY:
+            return _REGISTRY[name](**{k: rebuild(v, tensors) for k, v in items.items()})
+        case {"payload": name}:
+            raise PayloadError(f"unknown kind of payload {name!r}")
+    raise PayloadError(f"not a payload's structure: {str(tree)[:80]}")
+
+
+def replace_tensors(value: T, tensors: Mapping[str, Tensor]) -> T:
+    """``value`` with the tensors at the given paths exchanged."""
+    own, tree = flatten(value)
+    result: T = rebuild(tree, own | dict(tensors))
+    return result
+
+
+def split_weights(value: T, leave_out: Callable[[str], bool]) -> tuple[T, dict[str, Tensor]]:
+    """``value`` without the weights whose name satisfies ``leave_out``, and those by path."""
+    tensors, tree = flatten(value)
+    removed: dict[str, Tensor] = {}
+
+    def prune(node: Any) -> Any:
+        match node:
+            case {"weights": str(path), "names": list(names)}:
+                kept = [name for name in names if not leave_out(name)]
+                below = f"{path}/" if path else ""
+                removed.update({below + n: tensors[below + n] for n in names if n not in kept})
+                return {"weights": path, "names": kept}
+            case dict():
+                return {key: prune(item) for key, item in node.items()}
+            case list():
+                return [prune(item) for item in node]
+        return node
+
+    result: T = rebuild(prune(tree), tensors)
+    return result, removed
+
+
+# ---------------------------------------------------------------- (tensors, tree) <-> one buffer
+
+
+def pack(value: Any, allocate: Callable[[int], Any] = bytearray) -> Any:
+    """Lay ``value`` out in one buffer from ``allocate(size)`` (writable, e.g. bytearray, mmap)."""
+    tensors, tree = flatten(value)
+    return pack_tensors(tensors, {"furlong": json.dumps(tree)}, allocate)
+
+
+def pack_tensors(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    allocate: Callable[[int], Any] = bytearray,
+) -> Any:
+    """A safetensors file in memory; wide types first, so that every tensor is aligned."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _CODES:
+            raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}, which has no wire format")
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    spans: list[tuple[Tensor, int]] = []
+    offset = 0
+    for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
+        tensor = tensors[name]
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        spans.append((tensor, offset))
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    buffer = allocate(start + offset)
+    view = memoryview(buffer)
+    view[:8] = len(text).to_bytes(8, "little")
+    view[8:start] = text
+    for tensor, at in spans:
+        if tensor.numel():
+            place = torch.frombuffer(
+                buffer, dtype=tensor.dtype, count=tensor.numel(), offset=start + at
+            )
+            place.view(tensor.shape).copy_(tensor.detach())
+    return buffer
+
+
+def unpack(buffer: Any) -> Any:
+    """The payload in ``buffer``; its tensors are views of it. Raises :class:`PayloadError`."""
+    tensors, metadata = unpack_tensors(buffer)
+    try:
+        return rebuild(json.loads(metadata["furlong"]), tensors)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise PayloadError(f"a payload with a broken structure: {error!r}") from None
+
+
+def unpack_tensors(buffer: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors buffer, checked before anything is allocated."""
+    view = memoryview(buffer)
+    if len(view) < 8 or (length := int.from_bytes(view[:8], "little")) > len(view) - 8:
+        raise PayloadError(f"not a safetensors buffer: {len(view)} bytes, header cut off")
+    if length > _MAX_HEADER:
+        raise PayloadError(f"a header of {length} bytes is refused (limit {_MAX_HEADER})")
+    try:
+        header = json.loads(bytes(view[8 : 8 + length]))
+        metadata = header.pop("__metadata__", {})
+        entries = {name: _entry(entry) for name, entry in header.items()}
+        metadata = {str(k): str(v) for k, v in metadata.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise PayloadError(f"a broken safetensors header: {str(error)[:200]}") from None
+    start, room = 8 + length, len(view) - 8 - length
+    if view.readonly:  # torch has no read-only tensors, and would warn
+        buffer, start = bytearray(view[start:]), 0
+    tensors: dict[str, Tensor] = {}
+    covered = 0
+    for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda e: e[1][2:]):
+        count = math.prod(shape)
+        if begin != covered or end - begin != count * dtype.itemsize or end > room:
+            raise PayloadError(f"tensor {name!r} does not fit its place in the buffer")
+        covered = end
+        if count:
+            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin)
+            tensors[name] = flat.view(shape)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+    if covered != room:
+        raise PayloadError(f"{room - covered} bytes behind the last tensor")
+    return tensors, metadata
+
+
+def _entry(entry: dict[str, Any]) -> tuple[torch.dtype, list[int], int, int]:
+    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    whole = [*shape, begin, end]
+    if not all(type(n) is int and 0 <= n < 2**62 for n in whole):
+        raise ValueError(f"sizes {whole}")
+    if math.prod(shape) >= 2**62:
+        raise ValueError(f"shape {shape}")
+    return dtype, shape, begin, end
+
+
+# ---------------------------------------------------------------- what it costs to send
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes by what they are; adds up with ``+``."""
+
+    params: int = 0
+    buffers: int = 0
+    features: int = 0
+    scalars: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.params + self.buffers + self.features + self.scalars
+
+    def __add__(self, other: Traffic) -> Traffic:
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Traffic(*(a + b for a, b in pairs))
+
+
+BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a weight of this name is a BatchNorm statistic rather than a parameter."""
+    return name.rsplit(".", 1)[-1].rsplit("/", 1)[-1] in BATCHNORM_BUFFERS
+
+
+def parts(value: Any) -> Iterator[tuple[str, str, int, int]]:
+    """(path, kind, elements, bytes) of everything in a payload; kinds as in :class:`Traffic`.
+
+    Tensors inside a ``Weights`` dict are params or buffers, a lone tensor is features.
+    """
+    tensors, tree = flatten(value)
+    yield from _parts(tree, "", tensors)
+
+
+def _parts(tree: Any, path: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, str, int, int]]:
+    match tree:
+        case {"tensor": str(at)}:
+            yield at, "features", tensors[at].numel(), tensors[at].nbytes
+        case {"weights": str(at), "names": list(names)}:
+            for name in names:
+                tensor = tensors[f"{at}/{name}" if at else name]
+                kind = "buffers" if is_buffer(name) else "params"
+                yield (f"{at}/{name}" if at else name), kind, tensor.numel(), tensor.nbytes
+        case {"payload": _, "fields": dict(items)}:
+            for name, item in items.items():
+                yield from _parts(item, f"{path}/{name}" if path else name, tensors)
+        case {"dict": list(pairs)}:
+            for name, item in pairs:
+                yield from _parts(item, f"{path}/{name}" if path else str(name), tensors)
+        case {"tuple": list(items)}:
+            for i, item in enumerate(items):
+                yield from _parts(item, f"{path}/{i}" if path else str(i), tensors)
+        case None:
+            return
+        case str():
+            yield path, "scalars", 1, len(tree.encode())
+        case bool():
+            yield path, "scalars", 1, 1
+        case _:
+            yield path, "scalars", 1, 8
+
+
+def traffic(value: Any) -> Traffic:
+    """What sending ``value`` costs, without the header."""
+    counts = dict.fromkeys((f.name for f in fields(Traffic)), 0)
+    for _, kind, _, size in parts(value):
+        counts[kind] += size
+    return Traffic(**counts)

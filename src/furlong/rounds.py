@@ -1,0 +1,298 @@
+"""The two halves of an exchange: ``run`` at the server, ``run_client`` at a client.
+
+Sampling, order, seeding, validation and byte counts live here once, so that engines cannot drift.
+torch is seeded from hash(seed, who, exchange) around every call of a method, clients compute with
+one CPU thread, and reports are aggregated in client order: any engine and any number of workers
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+
+from furlong.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
+from furlong.errors import FurlongError
+from furlong.federation import Federation
+from furlong.guard import Guard
+from furlong.method import Method, Report
+from furlong.payload import (
+    Traffic,
+    Weights,
+    is_buffer,
+    pack,
+    payload,
+    replace_tensors,
+    split_weights,
+    traffic,
+    unpack,
+)
+
+S = TypeVar("S")
+C = TypeVar("C")
+D = TypeVar("D")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A client without a valid report, and why."""
+
+    client: int
+    kind: Literal["raised", "refused", "lost"]
+    reason: str
+
+
+class Transport(Protocol):
+    """All that an engine is: carry downloads to clients, bring reports back in client order."""
+
+    def exchange(
+        self, exchange: Exchange, downloads: Mapping[int, Any]
+    ) -> Iterable[Report[Any] | Failure]:
+        """Run ``run_client`` for every client in ``downloads``, wherever the client is."""
+
+
+class ClientStore(Protocol):
+    """Where a client's state stays between exchanges."""
+
+    def get(self, client: int) -> Any | None:
+        """The packed state, or ``None`` before the first participation."""
+
+    def put(self, client: int, packed: Any) -> None:
+        """Keep a packed state."""
+
+
+@dataclass(frozen=True)
+class ExchangeResult(Generic[S]):
+    """What one exchange did."""
+
+    exchange: Exchange
+    server: S
+    cohort: list[int]
+    metrics: dict[int, dict[str, float]]
+    examples: dict[int, int]
+    failures: list[Failure]
+    down: Traffic
+    up: Traffic
+    seconds: float
+
+
+# ---------------------------------------------------------------- seeding and sampling
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit number that depends on all of ``parts``."""
+    digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@contextmanager
+def seeded(device: torch.device, *parts: object) -> Iterator[None]:
+    """Inside, torch's random numbers depend on ``parts`` only; outside they go on as before."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed_of(*parts))
+        yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Floating point sums depend on the number of threads; clients always use one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def draw_cohort(seed: int, exchange: Exchange, clients: list[int], fraction: float) -> list[int]:
+    """max(1, ⌊fraction·M⌋ ) clients, a function of (seed, round), ascending."""
+    if exchange.everyone or fraction >= 1:
+        return clients
+    size = max(1, int(fraction * len(clients) + 1e-9))
+    generator = torch.Generator().manual_seed(seed_of(seed, "cohort", exchange.round))
+    chosen = torch.randperm(len(clients), generator=generator)[:size]
+    return [clients[i] for i in sorted(chosen.tolist())]
+
+
+# ---------------------------------------------------------------- the client's half
+
+
+@payload
+class Kept:
+    """What ``rounds`` keeps for a client: the method's state, and what the run's settings ask."""
+
+    state: Any
+    stats: Weights  # bn_stats="local": BatchNorm statistics that never leave the client
+    moments: tuple[Weights, ...]  # optimiser.persist
+
+
+def run_client(
+    method: Method[Any, Any, D, U], down: D, ctx: ClientContext, store: ClientStore
+) -> Report[U]:
+    """Load or make the client's state, train, store the state, answer."""
+    setup = ctx.setup
+    with one_thread(), seeded(setup.device, setup.seed, "client", ctx.client, ctx.exchange.index):
+        packed = store.get(ctx.client)
+        kept: Kept = (
+            Kept(method.init_client(ctx), {}, ()) if packed is None else unpack(packed)
+        )
+        if kept.stats:
+            down = replace_tensors(down, kept.stats)
+        ctx.moments = list(kept.moments)
+        local = method.local_update(kept.state, down, ctx)
+        upload, stats = local.upload, {}
+        if method.bn_stats == "local":
+            upload, stats = split_weights(upload, is_buffer)
+        moments = tuple(o.moments() for o in ctx.optimisers) if setup.optimiser.persist else ()
+    if local.state is not None or stats or moments:
+        store.put(ctx.client, pack(Kept(local.state, stats, moments)))
+    metrics = {**local.metrics, "images": float(ctx.images_seen)}
+    return Report(ctx.client, ctx.exchange.index, len(ctx.data), upload, metrics)
+
+
+# ---------------------------------------------------------------- the server's half
+
+
+@dataclass
+class Server(Generic[S, D, U]):
+    """The server of one run: a method, the clients it knows of, and what it accepts."""
+
+    method: Method[S, Any, D, U]
+    setup: Setup
+    public: Shard | None = None
+    fraction: float = 1.0
+    guard: Guard = field(default_factory=Guard)
+    networks: Networks = field(default_factory=Networks)
+
+    def context(self, exchange: Exchange) -> ServerContext:
+        """What the method's server half may touch in ``exchange``."""
+        return ServerContext(self.setup, exchange, self.networks, public=self.public)
+
+    def init(self) -> S:
+        """The server's state before the first exchange."""
+        with seeded(self.setup.device, self.setup.seed, "server", "init"):
+            return self.method.init_server(self.context(Exchange(round=0)))
+
+    def exchanges(self) -> list[Exchange]:
+        """All exchanges of the run, numbered."""
+        planned = self.method.plan(self.setup.rounds)
+        return [replace(exchange, index=i) for i, exchange in enumerate(planned)]
+
+    def run(
+        self, federation: Federation, transport: Transport, state: S, first: int = 0
+    ) -> Iterator[ExchangeResult[S]]:
+        """Carry out the exchanges from number ``first`` on, yielding after each."""
+        for exchange in self.exchanges()[first:]:
+            result = self.step(federation.clients, transport, state, exchange)
+            state = result.server
+            yield result
+
+    def step(
+        self, clients: list[int], transport: Transport, state: S, exchange: Exchange
+    ) -> ExchangeResult[S]:
+        """One exchange: sample, send, check, aggregate."""
+        began = time.perf_counter()
+        ctx = self.context(exchange)
+        cohort = draw_cohort(self.setup.seed, exchange, clients, self.fraction)
+        downloads = _Downloads(self.method, state, cohort, ctx)
+        gate = _Gate(self, state, exchange, cohort)
+        replies = gate.admit(transport.exchange(exchange, downloads))
+        with seeded(self.setup.device, self.setup.seed, "server", exchange.index):
+            state = self.method.aggregate(state, replies, ctx)
+        gate.finish(replies)
+        return ExchangeResult(
+            exchange, state, cohort, gate.metrics, gate.examples, gate.failures,
+            downloads.sent, gate.received, time.perf_counter() - began,
+        )
+
+
+class _Downloads(Mapping[int, D], Generic[S, D]):
+    """Downloads made when they are asked for, and counted: a cohort's need not fit in memory."""
+
+    def __init__(self, method: Method[S, Any, D, Any], state: S, cohort: list[int],
+                 ctx: ServerContext) -> None:
+        self._method, self._state, self._cohort, self._ctx = method, state, cohort, ctx
+        self._last: tuple[Any, Traffic] | None = None
+        self.sent = Traffic()
+
+    def __getitem__(self, client: int) -> D:
+        setup = self._ctx.setup
+        where = (setup.seed, "download", self._ctx.exchange.index, client)
+        with seeded(setup.device, *where):
+            down = self._method.download(self._state, client, self._ctx)
+        if self._last is None or self._last[0] is not down:  # most methods send all the same
+            self._last = (down, traffic(down))
+        self.sent += self._last[1]
+        return down
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._cohort)
+
+    def __len__(self) -> int:
+        return len(self._cohort)
+
+
+class _Gate(Generic[S, U]):
+    """Lets valid reports through to ``aggregate`` one by one and remembers the rest."""
+
+    def __init__(self, server: Server[S, Any, U], state: S, exchange: Exchange,
+                 cohort: list[int]) -> None:
+        self._server, self._state, self._exchange, self._cohort = server, state, exchange, cohort
+        self._ctx = server.context(exchange)
+        self._waiting = list(cohort)
+        self.failures: list[Failure] = []
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.examples: dict[int, int] = {}
+        self.received = Traffic()
+
+    def admit(self, replies: Iterable[Report[U] | Failure]) -> Iterator[Report[U]]:
+        """The reports that pass the guard."""
+        for reply in replies:
+            if isinstance(reply, Failure):
+                self._answered(reply.client)
+                self.failures.append(reply)
+                continue
+            client = reply.client if isinstance(reply, Report) else None
+            if client not in self._waiting:  # duplicates, and clients nobody asked
+                self.failures.append(Failure(-1, "refused", f"unasked answer from {client!r}"))
+                continue
+            self._answered(client)
+            self.received += traffic(reply)
+            reason = self._server.guard.check(
+                reply, self._expected(client), self._exchange, client
+            )
+            if reason is None:
+                self.metrics[client] = reply.metrics
+                self.examples[client] = reply.examples
+                yield reply
+            else:
+                self.failures.append(Failure(client, "refused", reason))
+
+    def finish(self, replies: Iterator[Report[U]]) -> None:
+        """Drain what the method left, name the silent, and stop when nobody could train."""
+        for _ in replies:
+            pass
+        self.failures += [Failure(c, "lost", "no answer") for c in self._waiting]
+        if not self.metrics and any(f.kind == "raised" for f in self.failures):
+            reasons = "; ".join(f"client {f.client}: {f.reason}" for f in self.failures[:3])
+            raise FurlongError(
+                f"no client could do its part of exchange {self._exchange.index} "
+                f"(round {self._exchange.round}): {reasons}"
+            )
+
+    def _answered(self, client: int) -> None:
+        if client in self._waiting:
+            self._waiting.remove(client)
+
+    def _expected(self, client: int) -> U:
+        method = self._server.method
+        expected = method.expected(self._state, client, self._ctx)
+        return split_weights(expected, is_buffer)[0] if method.bn_stats == "local" else expected

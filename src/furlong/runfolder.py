@@ -1,0 +1,130 @@
+"""A run's folder: what is written where, by whom, and that two runs never mix.
+
+config.toml · partition.json · metrics.jsonl (a line per exchange) · checkpoints/ · tensorboard/ ·
+summary.json · encoder.safetensors + encoder.json · report.html
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from furlong.checkpoint import write_atomically
+from furlong.data.augment import preset
+from furlong.errors import FurlongError
+from furlong.nets import build_encoder
+from furlong.payload import PayloadError, pack_tensors, unpack_tensors
+from furlong.weights import restore, snapshot
+
+
+@dataclass
+class RunFolder:
+    """The files of one run."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> RunFolder:
+        """A new run in ``path``, which must not hold one already."""
+        if (path / "config.toml").exists():
+            raise FurlongError(
+                f"{path} already holds a run. 'furlong resume {path}' goes on with it; or choose "
+                "another --out."
+            )
+        if path.exists() and not path.is_dir():
+            raise FurlongError(f"--out {path} is a file, not a folder.")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FurlongError(f"cannot make the run folder {path}: {error.strerror}") from None
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run."""
+        if not (path / "config.toml").exists():
+            raise FurlongError(f"{path} is not a run folder: it has no config.toml.")
+        return cls(path)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuse a second process; the lock ends with this one, however it ends."""
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise FurlongError(f"another process is working in {self.path}.") from None
+            yield
+
+    def write(self, name: str, value: Any) -> None:
+        """Write a text or JSON file atomically."""
+        text = value if isinstance(value, str) else json.dumps(value, indent=1) + "\n"
+        try:
+            write_atomically(self.path / name, text.encode())
+        except OSError as error:
+            raise FurlongError(f"cannot write {self.path / name}: {error.strerror}") from None
+
+    def read(self, name: str) -> Any:
+        """A JSON file, or ``None`` if it is not there."""
+        path = self.path / name
+        try:
+            return json.loads(path.read_text()) if path.exists() else None
+        except (OSError, ValueError) as error:
+            raise FurlongError(f"cannot read {path}: {error}") from None
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; a last line cut off by a kill is left out."""
+        path = self.path / "metrics.jsonl"
+        found: list[dict[str, Any]] = []
+        for text in path.read_text().splitlines() if path.exists() else []:
+            try:
+                found.append(json.loads(text))
+            except ValueError:
+                break
+        return found
+
+    def keep_lines(self, done: int) -> None:
+        """Forget what was logged after exchange number ``done`` - 1: it will be done again."""
+        kept = [json.dumps(line) for line in self.lines() if line["exchange"] < done]
+        self.write("metrics.jsonl", "".join(f"{line}\n" for line in kept))
+
+    def save_encoder(self, encoder: nn.Module, about: dict[str, Any]) -> None:
+        """encoder.safetensors and encoder.json."""
+        data = pack_tensors(snapshot(encoder), {"format": "pt"})
+        write_atomically(self.path / "encoder.safetensors", bytes(data))
+        self.write("encoder.json", about)
+
+
+def load_encoder(run: str | os.PathLike[str]) -> nn.Module:
+    """The encoder of a finished run, in eval mode: float images B×C×H×W in, h B×d out.
+
+    Its attribute ``transform`` turns uint8 images B×C×H×W into what it expects.
+    """
+    folder = RunFolder(Path(run))
+    about = folder.read("encoder.json")
+    path = folder.path / "encoder.safetensors"
+    if about is None or not path.exists():
+        raise FurlongError(
+            f"{folder.path} has no encoder yet. Is it a run folder, and has the run finished? "
+            f"'furlong resume {folder.path}' goes on with an interrupted one."
+        )
+    encoder = build_encoder(about["encoder"], about["channels"], about["image_size"])
+    try:
+        restore(encoder, unpack_tensors(bytearray(path.read_bytes()))[0])
+    except (PayloadError, ValueError) as error:
+        raise FurlongError(f"{path} does not hold a {about['encoder']}: {error}") from None
+    encoder.transform = preset(about["augment"], about["image_size"]).plain  # type: ignore[assignment]
+    return encoder.eval()

@@ -1,0 +1,202 @@
+"""Checkpoints are whole or absent; a damaged one is passed over; a killed run resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+
+from furlong import checkpoint, experiment
+from furlong.errors import FurlongError
+from furlong.methods.averaging import Model
+from furlong.payload import pack, unpack
+from furlong.runfolder import RunFolder
+
+
+def server(value: float) -> Model:
+    return Model({"w": torch.full((100,), value)})
+
+
+def states(version: int) -> list[tuple[int, int, bytes]]:
+    return [(k, version if k else 0, bytes(pack({"t": torch.tensor(k)}))) for k in range(3)]
+
+
+def save(run: Path, done: int) -> None:
+    checkpoint.save(run, done, server(done), states(done - 1), {"seconds": 1.5})
+
+
+def test_round_trip_and_pruning(tmp_path: Path) -> None:
+    assert checkpoint.load(tmp_path) is None
+    for done in (1, 2, 3):
+        save(tmp_path, done)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["000002", "000003"]
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    assert (found.done, found.counters, found.notes) == (3, {"seconds": 1.5}, [])
+    assert found.server.weights["w"][0] == 3
+    assert found.clients[2][0] == 2
+    assert unpack(found.clients[1][1])["t"] == 1
+
+
+def test_unchanged_states_are_linked_not_written(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    name = "client-00000-000000.safetensors"
+    inodes = {(tmp_path / "checkpoints" / d / name).stat().st_ino for d in ("000001", "000002")}
+    assert len(inodes) == 1
+
+
+def test_every_damage_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    newest = tmp_path / "checkpoints" / "000002"
+    backup = tmp_path / "backup"
+    shutil.copytree(newest, backup)
+    chance = random.Random(0)
+    for path in sorted(backup.iterdir()):
+        whole = path.read_bytes()
+        for how in ("cut", "flip", "gone", "empty", "flip", "flip"):
+            shutil.rmtree(newest)
+            shutil.copytree(backup, newest)
+            place = newest / path.name
+            if how == "gone":
+                place.unlink()
+            elif how == "flip":
+                at = chance.randrange(len(whole))
+                place.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+            else:
+                place.write_bytes(whole[: len(whole) // 2] if how == "cut" else b"")
+            found = checkpoint.load(tmp_path)
+            assert found is not None
+            assert found.done == 1, (path.name, how)
+            assert "000002 is damaged" in found.notes[0]
+    shutil.rmtree(tmp_path / "checkpoints" / "000001")
+    with pytest.raises(FurlongError, match="no checkpoint"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
+    save(tmp_path, 1)
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FurlongError, match="No space left on device.*furlong resume"):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    assert found.done == 1
+    assert not list((tmp_path / "checkpoints").glob(".draft*"))
+
+
+def test_resume_after_every_round(tmp_path: Path) -> None:
+    """Stop a run after each exchange in turn: the same bits, metrics without gaps or repeats."""
+    whole = experiment.run(tiny("fedu", rounds=3, out=str(tmp_path / "whole")))
+    for stop in (1, 2):
+        out = tmp_path / f"stopped-{stop}"
+
+        class Stopped(Exception):
+            pass
+
+        def show(status: experiment.Status, stop: int = stop) -> None:
+            if status.done == stop:
+                raise Stopped
+
+        with pytest.raises(Stopped):
+            experiment.run(tiny("fedu", rounds=3, out=str(out)), show)
+        # as if the run had been killed between the log line and the checkpoint
+        RunFolder(out).append({"exchange": stop, "round": stop, "half": "done"})
+        said: list[str] = []
+        again = experiment.resume(out, {"workers": 2}, say=said.append)
+        assert f"going on after exchange {stop}" in said
+        assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+        lines = RunFolder(out).lines()
+        assert [line["exchange"] for line in lines] == [0, 1, 2]
+        strip = ("seconds", "images_per_second")
+        for ours, theirs in zip(lines, RunFolder(whole.folder).lines(), strict=True):
+            assert {k: v for k, v in ours.items() if k not in strip} == {
+                k: v for k, v in theirs.items() if k not in strip
+            }
+        assert again.summary["bytes_up"] == whole.summary["bytes_up"]
+
+
+def test_resume_says_when_it_goes_back(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    whole = experiment.run(tiny("fedema", rounds=3, out=str(out)))
+    (out / "summary.json").unlink()
+    with (out / "checkpoints" / "000003" / "server.safetensors").open("r+b") as file:
+        file.seek(500)
+        file.write(b"damage")
+    said: list[str] = []
+    again = experiment.resume(out, say=said.append)
+    assert any("000003 is damaged" in line for line in said)
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    experiment.resume(out, say=said.append)
+    assert "has finished" in said[-1]
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run")
+    with (
+        folder.locked(),
+        pytest.raises(FurlongError, match="another process"),
+        RunFolder(tmp_path / "run").locked(),
+    ):
+        pass
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "furlong.cli", *arguments],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, (process.stderr.read() if process.stderr else b"").decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_kill_9_then_resume(tmp_path: Path) -> None:
+    """SIGKILL at two moments, one of them while a checkpoint is being written if it can be met."""
+    settings = ["--method", "fedu", "--data.images", "72", "--data.test-images", "40",
+                "--data.image-size", "16", "--partition", "iid", "--clients", "3", "--rounds", "6",
+                "--batch-size", "8", "--workers", "2"]
+    out = tmp_path / "killed"
+    checkpoints = out / "checkpoints"
+    process = start(["run", *settings, "--out", str(out)])
+    wait_for(lambda: (checkpoints / "000002").exists(), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if process.stderr:
+        process.stderr.close()
+    process = start(["resume", str(out)])
+    wait_for(lambda: bool(list(checkpoints.glob(".draft-*"))) or (out / "summary.json").exists(),
+             process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if process.stderr:
+        process.stderr.close()
+    resumed = experiment.resume(out)
+    options = dict(zip((s.removeprefix("--") for s in settings[::2]), settings[1::2], strict=True))
+    options["workers"] = "1"
+    whole = experiment.run(tiny(**options, out=str(tmp_path / "whole")))
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert json.loads((out / "summary.json").read_text())["rounds"] == 6
