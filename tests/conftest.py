@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from furlong.assemble import Prepared, prepare
 from furlong.config import Config, from_tree
-from furlong.experiment import Prepared, prepare
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 
@@ -24,8 +24,15 @@ def golden() -> dict[str, Any]:
 def tiny(method: str = "fedsimclr", **options: Any) -> Config:
     """Three clients with 24 small images each, two rounds."""
     base = {
-        "method": method, "data.images": 72, "data.test_images": 40, "data.image_size": 16,
-        "partition": "iid", "clients": 3, "rounds": 2, "batch_size": 8, "workers": 1,
+        "method": method,
+        "data.images": 72,
+        "data.test_images": 40,
+        "data.image_size": 16,
+        "partition": "iid",
+        "clients": 3,
+        "rounds": 2,
+        "batch_size": 8,
+        "workers": 1,
     }
     return from_tree({}, {**base, **options}, "test")
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from furlong.assemble import Prepared
 from furlong.context import ClientContext, Exchange, Networks
 from furlong.engines.inprocess import Blob, BlobStore, InProcess
-from furlong.experiment import Prepared
 from furlong.federation import Federation
 from furlong.method import Local, Report
 from furlong.methods import METHODS
@@ -142,9 +142,7 @@ def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> No
     store = BlobStore(1 << 30)
     for exchange in p.server.exchanges():
         ctx = p.server.context(exchange)
-        local = ClientContext(
-            p.setup, exchange, Networks(), client=1, data=p.federation.shard(1)
-        )
+        local = ClientContext(p.setup, exchange, Networks(), client=1, data=p.federation.shard(1))
         report = run_client(p.method, p.method.download(state, 1, ctx), local, store)
         state = p.method.aggregate(state, [report], ctx)
         if hasattr(state, "weights"):  # a plain model: the average of one is that one, exactly

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,11 @@ def test_every_damage_is_noticed(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     save(tmp_path, 1)
 
-    def full(fd: int) -> None:
+    def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(FurlongError, match="No space left on device.*furlong resume"):
+    with pytest.raises(FurlongError, match=r"No space left on device.*furlong resume"):
         save(tmp_path, 2)
     monkeypatch.undo()
     found = checkpoint.load(tmp_path)
@@ -150,19 +151,29 @@ def test_resume_says_when_it_goes_back(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run")
-    with (
-        folder.locked(),
-        pytest.raises(FurlongError, match="another process"),
-        RunFolder(tmp_path / "run").locked(),
-    ):
-        pass
+    def other() -> None:
+        try:
+            with RunFolder(tmp_path / "run").locked():
+                os._exit(0)
+        except FurlongError as error:
+            os._exit(7 if "another process" in str(error) else 1)
+
+    with RunFolder.create(tmp_path / "run").locked():
+        process = get_context("fork").Process(target=other)
+        process.start()
+        process.join()
+        assert process.exitcode == 7
+    process = get_context("fork").Process(target=other)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "furlong.cli", *arguments],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
 
 
@@ -176,9 +187,26 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) ->
 
 def test_kill_9_then_resume(tmp_path: Path) -> None:
     """SIGKILL at two moments, one of them while a checkpoint is being written if it can be met."""
-    settings = ["--method", "fedu", "--data.images", "72", "--data.test-images", "40",
-                "--data.image-size", "16", "--partition", "iid", "--clients", "3", "--rounds", "6",
-                "--batch-size", "8", "--workers", "2"]
+    settings = [
+        "--method",
+        "fedu",
+        "--data.images",
+        "72",
+        "--data.test-images",
+        "40",
+        "--data.image-size",
+        "16",
+        "--partition",
+        "iid",
+        "--clients",
+        "3",
+        "--rounds",
+        "6",
+        "--batch-size",
+        "8",
+        "--workers",
+        "2",
+    ]
     out = tmp_path / "killed"
     checkpoints = out / "checkpoints"
     process = start(["run", *settings, "--out", str(out)])
@@ -188,8 +216,9 @@ def test_kill_9_then_resume(tmp_path: Path) -> None:
     if process.stderr:
         process.stderr.close()
     process = start(["resume", str(out)])
-    wait_for(lambda: bool(list(checkpoints.glob(".draft-*"))) or (out / "summary.json").exists(),
-             process)
+    wait_for(
+        lambda: bool(list(checkpoints.glob(".draft-*"))) or (out / "summary.json").exists(), process
+    )
     process.send_signal(signal.SIGKILL)
     process.wait()
     if process.stderr:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from furlong.context import ClientContext
+from furlong.context import ClientContext, Exchange
 from furlong.engines.inprocess import BlobStore, InProcess
 from furlong.errors import FurlongError
 from furlong.method import Local
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.payload import pack
 from furlong.rounds import Server, draw_cohort, seed_of
-from furlong.context import Exchange
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,9 @@ def test_if_everybody_fails_the_run_stops(prepared: Any) -> None:
     p = prepared("fedsimclr")
     method = faulty(p, whom=-1)
     server = Server(method, p.setup)
-    with InProcess(method, p.federation, p.setup) as transport, pytest.raises(
-        FurlongError, match="no client could.*bad scanner"
+    with (
+        InProcess(method, p.federation, p.setup) as transport,
+        pytest.raises(FurlongError, match=r"no client could.*bad scanner"),
     ):
         list(server.run(p.federation, transport, server.init()))
 

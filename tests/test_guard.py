@@ -18,7 +18,9 @@ from furlong.methods.averaging import Model
 from furlong.methods.byol import Shared
 from furlong.payload import flatten, pack, replace_tensors
 
-EXPECTED = Model({"a.weight": torch.zeros(8, 4), "n": torch.tensor(0), "bn.running_mean": torch.zeros(3)})
+EXPECTED = Model(
+    {"a.weight": torch.zeros(8, 4), "n": torch.tensor(0), "bn.running_mean": torch.zeros(3)}
+)
 GOOD = Report(1, 5, 10, Model({k: v.clone() for k, v in EXPECTED.weights.items()}), {"loss": 1.0})
 NOW = Exchange(round=5, index=5)
 

@@ -10,8 +10,23 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "furlong"
 FILES = sorted(SRC.rglob("*.py"))
-FEDERATION = {"method", "context", "federation", "rounds", "guard", "engines", "methods",
-              "checkpoint", "runfolder", "experiment", "report", "config", "cli", "demo"}
+FEDERATION = {
+    "method",
+    "context",
+    "federation",
+    "rounds",
+    "guard",
+    "engines",
+    "methods",
+    "checkpoint",
+    "runfolder",
+    "assemble",
+    "experiment",
+    "report",
+    "config",
+    "cli",
+    "demo",
+}
 LEAVES = {"losses", "clustering", "weights", "payload", "nets", "metrics", "errors", "figures"}
 
 
@@ -29,8 +44,9 @@ def imports(path: Path) -> set[str]:
             elif node.module.startswith("furlong."):
                 found.add(node.module.removeprefix("furlong."))
         elif isinstance(node, ast.Import):
-            found |= {a.name.removeprefix("furlong.") for a in node.names
-                      if a.name.startswith("furlong.")}
+            found |= {
+                a.name.removeprefix("furlong.") for a in node.names if a.name.startswith("furlong.")
+            }
     return found
 
 
@@ -56,7 +72,16 @@ def test_no_pickle(path: Path) -> None:
     tree = ast.parse(path.read_text())
     modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     modules |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    banned = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "torchvision")
+    banned = (
+        "pickle",
+        "cPickle",
+        "dill",
+        "cloudpickle",
+        "joblib",
+        "shelve",
+        "marshal",
+        "torchvision",
+    )
     assert not {m for m in modules if m.split(".")[0] in banned}
     code = ast.unparse(tree)
     assert not re.search(r"torch\.(load|save)\b", code)

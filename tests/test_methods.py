@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from furlong.context import ClientContext, Networks
+from furlong.method import Report
 from furlong.methods import fedema
 from furlong.methods.averaging import Averaging, Model
 from furlong.methods.byol import Shared, Triple
 from furlong.methods.fedema import FedEMA
 from furlong.methods.fedu import FedU, State
-from furlong.method import Report
 from furlong.nets import build_encoder
 from furlong.payload import unpack
 from furlong.rounds import Server, run_client, seeded
@@ -43,8 +43,12 @@ def test_fedu_merge_rules(
 @pytest.mark.parametrize(
     ("policy", "threshold", "divergence", "expected"),
     [
-        ("dapu", 0.0, 0.0, 3), ("dapu", 0.0, 5.0, 3), ("dapu", float("inf"), 1e9, 30),
-        ("dapu", 0.4, 0.4, 3), ("dapu", 0.4, 0.39, 30), ("local", 0.4, 0.0, 3),
+        ("dapu", 0.0, 0.0, 3),
+        ("dapu", 0.0, 5.0, 3),
+        ("dapu", float("inf"), 1e9, 30),
+        ("dapu", 0.4, 0.4, 3),
+        ("dapu", 0.4, 0.39, 30),
+        ("local", 0.4, 0.0, 3),
         ("global", 0.4, 9.0, 30),
     ],
 )
@@ -252,8 +256,9 @@ def test_local_statistics_never_leave(prepared: Any) -> None:
     assert not any("running" in name for name in answer.upload.weights)
     kept = unpack(store.get(0))
     assert any("running_mean" in name for name in kept.stats)
-    again = ClientContext(p.setup, p.server.exchanges()[1], Networks(), client=0,
-                          data=p.federation.shard(0))
+    again = ClientContext(
+        p.setup, p.server.exchanges()[1], Networks(), client=0, data=p.federation.shard(0)
+    )
     run_client(p.method, server, again, store)
     name = next(n for n in kept.stats if n.endswith("num_batches_tracked"))
     assert unpack(store.get(0)).stats[name] == 2 * kept.stats[name]  # the statistics went on

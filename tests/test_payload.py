@@ -47,8 +47,12 @@ def example() -> Everything:
     inner = Inner(math.inf, torch.arange(6.0).view(2, 3))
     return Everything(
         {"a.weight": torch.randn(3, 2), "n": torch.tensor(7), "half": torch.ones(3).half()},
-        inner, {3: inner, 10: Inner(-0.5, torch.empty(0, 4))}, ({"x": torch.ones(1)}, {}),
-        "näme", 2**40, True,
+        inner,
+        {3: inner, 10: Inner(-0.5, torch.empty(0, 4))},
+        ({"x": torch.ones(1)}, {}),
+        "näme",
+        2**40,
+        True,
     )
 
 
@@ -112,9 +116,14 @@ def test_lying_headers() -> None:
     good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     assert unpack_tensors(forge(good))[0]["t"].shape == (2,)
     lies: list[dict[str, Any]] = [
-        {**good, "shape": [10**13]}, {**good, "data_offsets": [0, 4 * 10**13], "shape": [10**13]},
-        {**good, "shape": [-2]}, {**good, "dtype": "PICKLE"}, {**good, "shape": [1.5]},
-        {**good, "data_offsets": [4, 12]}, {**good, "shape": [2**61, 2**61]}, {"dtype": "F32"},
+        {**good, "shape": [10**13]},
+        {**good, "data_offsets": [0, 4 * 10**13], "shape": [10**13]},
+        {**good, "shape": [-2]},
+        {**good, "dtype": "PICKLE"},
+        {**good, "shape": [1.5]},
+        {**good, "data_offsets": [4, 12]},
+        {**good, "shape": [2**61, 2**61]},
+        {"dtype": "F32"},
         {**good, "shape": [1], "data_offsets": [0, 4]},
     ]
     for lie in lies:
@@ -141,11 +150,16 @@ def test_mutated_bytes_never_crash(at: int, byte: int, cut: int) -> None:
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.text(max_size=5)
     | st.floats(allow_nan=False)
     | st.lists(st.integers(0, 4), max_size=3).map(lambda s: torch.ones(s)),
-    lambda inner: st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(st.text(st.characters(codec="ascii"), max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(st.characters(codec="ascii"), max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -157,8 +171,11 @@ def test_any_value_survives(value: Any) -> None:
 
 
 def test_traffic_by_kind() -> None:
-    weights = {"bn.weight": torch.ones(4), "bn.running_mean": torch.ones(4),
-               "bn.num_batches_tracked": torch.tensor(1)}
+    weights = {
+        "bn.weight": torch.ones(4),
+        "bn.running_mean": torch.ones(4),
+        "bn.num_batches_tracked": torch.tensor(1),
+    }
     cost = traffic(Inner(1.0, torch.ones(5))) + traffic({"w": weights})
     assert (cost.params, cost.buffers, cost.features, cost.scalars) == (16, 24, 20, 8)
     assert cost.total == 68

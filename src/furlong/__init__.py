@@ -7,11 +7,12 @@ __version__ = "0.1.0"
 from collections.abc import Callable
 from typing import Any
 
+from furlong.assemble import prepare
 from furlong.config import Config, from_tree
 from furlong.data.images import ImageSet, load
 from furlong.data.partition import Partition, partition
 from furlong.errors import FurlongError
-from furlong.experiment import Run, Status, prepare, resume
+from furlong.experiment import Run, Status, resume
 from furlong.experiment import run as run_config
 from furlong.federation import Federation
 from furlong.method import Local, Method, Report
@@ -21,9 +22,27 @@ from furlong.payload import payload
 from furlong.runfolder import load_encoder
 
 __all__ = [
-    "METHODS", "Averaging", "Config", "Federation", "FurlongError", "ImageSet", "Local", "Method",
-    "Model", "Partition", "Report", "Run", "Status", "load", "load_encoder", "partition", "payload",
-    "prepare", "resume", "run", "run_config",
+    "METHODS",
+    "Averaging",
+    "Config",
+    "Federation",
+    "FurlongError",
+    "ImageSet",
+    "Local",
+    "Method",
+    "Model",
+    "Partition",
+    "Report",
+    "Run",
+    "Status",
+    "load",
+    "load_encoder",
+    "partition",
+    "payload",
+    "prepare",
+    "resume",
+    "run",
+    "run_config",
 ]
 
 

@@ -89,7 +89,9 @@ def load(run: Path) -> Checkpoint | None:
         try:
             return _read(path, notes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, PayloadError) as error:
-            notes.append(f"checkpoint {path.name} is damaged ({error}); going back to the one before")
+            notes.append(
+                f"checkpoint {path.name} is damaged ({error}); going back to the one before"
+            )
     if notes:
         raise FurlongError(f"no checkpoint in {folder} is whole: {'; '.join(notes)}")
     return None

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from rich.table import Table
 
 import furlong
-from furlong import config, experiment
+from furlong import assemble, config, experiment
 from furlong.engines.inprocess import keep_freed_memory
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
@@ -27,7 +27,7 @@ app = App(
     version=furlong.__version__,
     help="Learn one image encoder from many parties that cannot share their images.",
 )
-out = Console(highlight=False)
+console = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 _dotted: dict[str, Any] = {}  # --section.key options of this call, taken out before cyclopts
 
@@ -56,7 +56,7 @@ def run(
     engine: str | None = None,
     bound: str | None = None,
     strict: Annotated[bool | None, Parameter(negative=())] = None,
-    out: str | None = None,  # noqa: A002
+    out: str | None = None,
 ) -> None:
     """Learn an encoder across clients.
 
@@ -134,8 +134,11 @@ def _watching() -> Iterator[tuple[Any, Any]]:
     """Live progress on a terminal; otherwise only what went wrong."""
     keep_freed_memory()
     columns = (
-        SpinnerColumn(), TextColumn("round {task.fields[round]}"), BarColumn(bar_width=24),
-        TaskProgressColumn(), TextColumn("{task.fields[text]}"),
+        SpinnerColumn(),
+        TextColumn("round {task.fields[round]}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[text]}"),
     )
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None, round="–", text="preparing")
@@ -145,7 +148,10 @@ def _watching() -> Iterator[tuple[Any, Any]]:
             if status.knn is not None:
                 seen["knn"] = f"{100 * status.knn:.1f} %"
             progress.update(
-                task, completed=status.done, total=status.total, round=status.round + 1,
+                task,
+                completed=status.done,
+                total=status.total,
+                round=status.round + 1,
                 text=f"loss {loss} · kNN {seen['knn']} · {status.images_per_second:,.0f} images/s"
                 f" · up {size(status.bytes_up)} down {size(status.bytes_down)}"
                 f" · {duration(status.seconds_left)} left",
@@ -160,30 +166,36 @@ def _watching() -> Iterator[tuple[Any, Any]]:
 def _print_run(finished: experiment.Run) -> None:
     summary = finished.summary
     if summary["results"]:
-        out.print(results_table(summary["results"]))
-    out.print(
+        console.print(results_table(summary["results"]))
+    console.print(
         f"{summary['rounds']} rounds, {summary['clients']} clients, {summary['images']:,} images "
         f"in {duration(summary['seconds'])} ({summary['images_per_second']:,.0f} images/s), "
         f"{size(summary['bytes_up'])} up, {size(summary['bytes_down'])} down"
         + (f", {summary['failures']} failed answers" if summary["failures"] else "")
     )
-    out.print(f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}")
+    console.print(f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}")
 
 
 def results_table(rows: list[dict[str, Any]]) -> Table:
     """Who against protocol, in percent."""
     protocols = list(dict.fromkeys(row["protocol"] for row in rows))
-    table = Table("encoder", *[{"knn": "kNN %", "linear": "linear probe %"}.get(p, p)
-                               for p in protocols])
+    table = Table(
+        "encoder", *[{"knn": "kNN %", "linear": "linear probe %"}.get(p, p) for p in protocols]
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     for name in dict.fromkeys(row["who"] for row in rows):
         cells = {row["protocol"]: row for row in rows if row["who"] == name}
-        table.add_row(name, *[
-            f"{100 * cells[p]['accuracy']:.1f}"
-            + (f" ± {100 * cells[p]['std']:.1f}" if "std" in cells[p] else "")
-            if p in cells else "–" for p in protocols
-        ])
+        table.add_row(
+            name,
+            *[
+                f"{100 * cells[p]['accuracy']:.1f}"
+                + (f" ± {100 * cells[p]['std']:.1f}" if "std" in cells[p] else "")
+                if p in cells
+                else "–"
+                for p in protocols
+            ],
+        )
     return table
 
 
@@ -192,7 +204,11 @@ def results_table(rows: list[dict[str, Any]]) -> Table:
 
 @app.command
 def evaluate(
-    folder: Path, /, *, data: str | None = None, as_json: Annotated[bool, Parameter("--json")] = False
+    folder: Path,
+    /,
+    *,
+    data: str | None = None,
+    as_json: Annotated[bool, Parameter("--json")] = False,
 ) -> None:
     """Measure a finished run's encoder: kNN and linear probe on the test split.
 
@@ -211,7 +227,7 @@ def evaluate(
     if as_json:
         print(json.dumps(rows))
     else:
-        out.print(results_table(rows))
+        console.print(results_table(rows))
 
 
 @contextmanager
@@ -250,28 +266,31 @@ def partition(
     names = ("data", "partition", "clients", "seed")
     given = {k: v for k, v in locals().items() if k in names and v is not None}
     settings = config.load(None, given | _dotted)
-    train, _, notes = experiment.load_data(settings)
-    about = experiment.describe_partition(train, experiment.split_data(settings, train))
+    train, _, notes = assemble.load_data(settings)
+    about = assemble.describe_partition(train, assemble.split_data(settings, train))
     for note in notes:
         err.print(note, markup=False)
     if figure is not None:
         from furlong import figures
 
         title = f"{train.name}, {about['partition']}"
-        drawn = (figures.heat_map(about["class_counts"], about["classes"], title)
-                 if "class_counts" in about else figures.sizes(about["sizes"], title))
+        drawn = (
+            figures.heat_map(about["class_counts"], about["classes"], title)
+            if "class_counts" in about
+            else figures.sizes(about["sizes"], title)
+        )
         figures.save(drawn, figure)
     if as_json:
         print(json.dumps(about))
         return
-    out.print(_partition_table(about))
+    console.print(_partition_table(about))
     if "beta_cib" in about:
-        out.print(
+        console.print(
             f"β-CIB {about['beta_cib']:.4f} bits · β-hetero {about['beta_hetero_m2']:.4f} (M²) or "
             f"{about['beta_hetero_mm1']:.4f} (M(M-1))"
         )
     if figure is not None:
-        out.print(f"heat map: {figure}")
+        console.print(f"heat map: {figure}")
 
 
 def _partition_table(about: dict[str, Any]) -> Table:
@@ -296,7 +315,10 @@ def _partition_table(about: dict[str, Any]) -> Table:
 
 @app.command
 def methods(
-    name: str | None = None, /, *, encoder: str = "resnet18",
+    name: str | None = None,
+    /,
+    *,
+    encoder: str = "resnet18",
     as_json: Annotated[bool, Parameter("--json")] = False,
 ) -> None:
     """List the methods, or one method's fields, state, and what leaves a client.
@@ -316,33 +338,50 @@ def methods(
             print(json.dumps(rows))
             return
         table = Table("method", "family", "paper")
-        for method_name, row in rows.items():
-            table.add_row(method_name, row["family"], row["paper"])
-        out.print(table)
+        for listed, about in rows.items():
+            table.add_row(listed, about["family"], about["paper"])
+        console.print(table)
         return
     row = config.method_row(name)
     resolved = config.from_tree({}, {"method": name, "encoder": encoder}, "options").method
-    flows = experiment.flows(name, encoder)
+    flows = assemble.flows(name, encoder)
     sent = {way: _grouped(value) for way, value in flows.items()}
     if as_json:
-        print(json.dumps({"name": name, "paper": row.cls.paper, "fields": resolved,
-                          "keeps": row.cls.keeps, "leaves": row.cls.leaves, "bytes": sent}))
+        print(
+            json.dumps(
+                {
+                    "name": name,
+                    "paper": row.cls.paper,
+                    "fields": resolved,
+                    "keeps": row.cls.keeps,
+                    "leaves": row.cls.leaves,
+                    "bytes": sent,
+                }
+            )
+        )
         return
-    out.print(f"[bold]{name}[/] ({row.family}): {(row.cls.__doc__ or '').strip()}")
-    out.print(f"paper: {row.cls.paper}", markup=False)
+    console.print(f"[bold]{name}[/] ({row.family}): {(row.cls.__doc__ or '').strip()}")
+    console.print(f"paper: {row.cls.paper}", markup=False)
     table = Table("field", "default", "type", title="fields (--method.FIELD)", title_justify="left")
     for f in fields(row.cls):  # type: ignore[arg-type]
         kind = str(f.type).replace("Literal", "").strip("[]")
         table.add_row(f.name, str(resolved[f.name]), kind)
-    out.print(table)
-    out.print(f"stays on the client: {row.cls.keeps or 'nothing'}", markup=False)
-    out.print(f"leaves the client: {row.cls.leaves}", markup=False)
-    table = Table("", "field", "what", "numbers", "bytes", title=f"per client and round, {encoder}",
-                  title_justify="left")
+    console.print(table)
+    console.print(f"stays on the client: {row.cls.keeps or 'nothing'}", markup=False)
+    console.print(f"leaves the client: {row.cls.leaves}", markup=False)
+    table = Table(
+        "",
+        "field",
+        "what",
+        "numbers",
+        "bytes",
+        title=f"per client and round, {encoder}",
+        title_justify="left",
+    )
     for way, groups in sent.items():
         for (field_name, kind), (elements, count) in groups.items():
             table.add_row(way, field_name, kind, f"{elements:,}", size(count))
-    out.print(table)
+    console.print(table)
 
 
 def _grouped(value: Any) -> Any:
@@ -366,7 +405,59 @@ def report(folder: Path, /) -> None:
     """
     from furlong import report as pages
 
-    out.print(f"report: {pages.build(folder)}")
+    console.print(f"report: {pages.build(folder)}")
+
+
+@app.command
+def demo(*, seeds: int = 1, out: Path = Path("runs/demo")) -> None:
+    """What does federation buy? One client alone, federated and pooled, at equal training.
+
+    Parameters
+    ----------
+    seeds
+        Number of seeds to average over; each takes about two minutes on two cores.
+    out
+        Folder of the runs; a number is added if it exists.
+    """
+    from furlong import demo as story
+    from furlong import figures
+
+    folder, number = out, 1
+    while folder.exists():
+        number += 1
+        folder = out.with_name(f"{out.name}-{number}")
+    console.print(
+        "Five clients hold 1,000 images of two kinds of figures each; nobody has labels.\n"
+        f"Training an encoder in three ways ({story.SETTINGS['rounds']} rounds); "
+        f"the runs are kept in {folder}."
+    )
+    total = int(story.SETTINGS["rounds"])
+    runs = []
+    for seed in range(seeds):
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
+            tasks = {
+                name: progress.add_task(f"seed {seed}: {name:9}", total=total)
+                for name in ("federated", "pooled", "alone")
+            }
+            runs.append(
+                story.run_seed(
+                    folder / str(seed),
+                    seed,
+                    lambda name, done: progress.update(tasks[name], completed=done),  # noqa: B023
+                )
+            )
+    rows = story.average(runs)
+    console.print(results_table(rows))
+    console.print(story.verdict(rows))
+    bars = [(r["who"], r["accuracy"], r.get("std")) for r in rows if r["protocol"] == "linear"]
+    figures.save(
+        figures.bars(bars, "Linear probe on shapes, 5 clients × 2 classes"), folder / "demo.svg"
+    )
+    (folder / "demo.json").write_text(json.dumps({"seeds": seeds, "results": rows}, indent=1))
+    console.print(
+        f"figure: {folder / 'demo.svg'}    report: {folder / '0' / 'federated' / 'report.html'}"
+    )
 
 
 # ---------------------------------------------------------------- words for numbers

@@ -88,7 +88,7 @@ class Config:
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     train: TrainSettings = TrainSettings()
-    optimiser: OptimiserSettings = OptimiserSettings()
+    optimiser: OptimiserSettings = field(default_factory=OptimiserSettings)
     evaluate: EvaluateSettings = EvaluateSettings()
     run: RunSettings = RunSettings()
 
@@ -143,7 +143,9 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
     sections = {f.name for f in fields(Config)}
     for section, table in tree.items():
         if section not in sections:
-            raise FurlongError(f"{where}: unknown section [{section}]. {nearest(section, sections)}")
+            raise FurlongError(
+                f"{where}: unknown section [{section}]. {nearest(section, sections)}"
+            )
         if not isinstance(table, Mapping):
             raise FurlongError(f"{where}: {section} must be a table: write [{section}].")
         merged[section] = dict(table)
@@ -190,7 +192,7 @@ def _resolve_method(given: dict[str, Any], encoder: str, where: str) -> dict[str
         small = {"projection_head": "small_proj", "prediction_head": "small_pred"}
         defaults |= {key: value for key, value in small.items() if key in known}
     method = build(row.cls, {**defaults, **given}, "method", where)
-    return {"name": name, **asdict(method)}
+    return {"name": name, **{f: getattr(method, f) for f in known}}
 
 
 def build(cls: type[T], values: Mapping[str, Any], section: str, where: str = "options") -> T:
@@ -200,8 +202,11 @@ def build(cls: type[T], values: Mapping[str, Any], section: str, where: str = "o
     for key in values:
         if key not in known:
             raise FurlongError(f"{where}: unknown key {section}.{key}. {nearest(key, known)}")
-    missing = [n for n, f in known.items()
-               if n not in values and f.default is MISSING and f.default_factory is MISSING]
+    missing = [
+        n
+        for n, f in known.items()
+        if n not in values and f.default is MISSING and f.default_factory is MISSING
+    ]
     if missing:
         raise FurlongError(f"{where}: {section}.{missing[0]} must be given")
     return cls(**{k: coerce(hints[k], v, f"{section}.{k}") for k, v in values.items()})
@@ -212,9 +217,9 @@ def coerce(hint: Any, value: Any, name: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         options = [arg for arg in get_args(hint) if arg is not type(None)]
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
-            if len(options) < len(get_args(hint)):
-                return None
+        absent = value is None or (isinstance(value, str) and value.lower() == "none")
+        if absent and len(options) < len(get_args(hint)):
+            return None
         for option in options[:-1]:
             try:
                 return coerce(option, value, name)
@@ -258,10 +263,14 @@ def coerce(hint: Any, value: Any, name: str) -> Any:
 def _check(config: Config) -> None:
     train, data, run = config.train, config.data, config.run
     for name, value, low in (
-        ("train.rounds", train.rounds, 1), ("train.epochs", train.epochs, 1),
-        ("train.batch_size", train.batch_size, 2), ("data.clients", data.clients, 0),
-        ("run.workers", run.workers, 0), ("run.save_every", run.save_every, 1),
-        ("run.state_memory_mb", run.state_memory_mb, 0), ("evaluate.k", config.evaluate.k, 1),
+        ("train.rounds", train.rounds, 1),
+        ("train.epochs", train.epochs, 1),
+        ("train.batch_size", train.batch_size, 2),
+        ("data.clients", data.clients, 0),
+        ("run.workers", run.workers, 0),
+        ("run.save_every", run.save_every, 1),
+        ("run.state_memory_mb", run.state_memory_mb, 0),
+        ("evaluate.k", config.evaluate.k, 1),
         ("evaluate.knn_every", config.evaluate.knn_every, 0),
     ):
         if value < low:

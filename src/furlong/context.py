@@ -54,7 +54,7 @@ class Setup:
     optimiser: OptimiserSettings
     sizes: dict[int, int]  # images per client
     seed: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,12 @@ class Optimiser:
     def moments(self) -> Weights:
         """The optimiser's tensors by ``parameter/name``."""
         state = self.torch.state_dict()["state"]
-        return {f"{i}/{name}": value.detach().cpu() for i, entry in state.items()
-                for name, value in entry.items() if isinstance(value, Tensor)}
+        return {
+            f"{i}/{name}": value.detach().cpu()
+            for i, entry in state.items()
+            for name, value in entry.items()
+            if isinstance(value, Tensor)
+        }
 
     def set_moments(self, moments: Weights) -> None:
         """Go on from :meth:`moments` of an earlier round."""
@@ -245,5 +249,3 @@ class ClientContext(Context):
     def batches(self, epochs: int | None = None, *, shuffle: bool = True) -> Iterator[Batch]:
         """Batches of the client's images; by default the run's local epochs, shuffled."""
         return self.batches_of(self.data, epochs, shuffle=shuffle)
-
-

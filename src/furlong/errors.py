@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class FurlongError(Exception):
-    """A mistake in the input, the data or the surroundings; the CLI prints it without a traceback."""
+    """A mistake in the input or the surroundings; the CLI prints it without a traceback."""
 
 
 def nearest(word: str, options: Iterable[str]) -> str:

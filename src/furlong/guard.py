@@ -20,9 +20,7 @@ class Guard:
     max_examples: int = 1_000_000_000
     max_metrics: int = 64
 
-    def check(
-        self, report: Report[Any], expected: Any, exchange: Exchange, client: int
-    ) -> str | None:
+    def check(self, report: Any, expected: Any, exchange: Exchange, client: int) -> str | None:
         """Whether ``report`` answers ``exchange`` for ``client`` and looks like ``expected``."""
         if not isinstance(report, Report):
             return f"not a report but {type(report).__name__}"

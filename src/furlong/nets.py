@@ -177,24 +177,24 @@ class CNN5(nn.Module):
 
 
 class Small(nn.Module):
-    """Four strided 3×3 convolutions 32-64-128-256: for demos and tests on a CPU.
+    """Four strided 3×3 convolutions 24-48-96-192: for demos and tests on a CPU.
 
     Halving the image in every layer, the first included, makes the work of the layers equal.
     """
 
-    out_dim = 256
+    out_dim = 192
 
     def __init__(self, in_channels: int = 3) -> None:
         super().__init__()
-        self.conv1, self.bn1 = _conv(in_channels, 32, 3, 2), nn.BatchNorm2d(32)
-        self.conv2, self.bn2 = _conv(32, 64, 3, 2), nn.BatchNorm2d(64)
-        self.conv3, self.bn3 = _conv(64, 128, 3, 2), nn.BatchNorm2d(128)
-        self.conv4, self.bn4 = _conv(128, 256, 3, 2), nn.BatchNorm2d(256)
+        self.conv1, self.bn1 = _conv(in_channels, 24, 3, 2), nn.BatchNorm2d(24)
+        self.conv2, self.bn2 = _conv(24, 48, 3, 2), nn.BatchNorm2d(48)
+        self.conv3, self.bn3 = _conv(48, 96, 3, 2), nn.BatchNorm2d(96)
+        self.conv4, self.bn4 = _conv(96, 192, 3, 2), nn.BatchNorm2d(192)
         self.relu = nn.ReLU(inplace=True)
         _init_convs(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """B×C×H×W to B×256."""
+        """B×C×H×W to B×192."""
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
         x = self.relu(self.bn3(self.conv3(x)))

@@ -75,8 +75,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         if name not in _REGISTRY:
             raise TypeError(f"{name} is not a payload: decorate it with @payload")
-        items = {f.name: _encode(getattr(value, f.name), below + f.name, tensors)
-                 for f in fields(value)}
+        items = {
+            f.name: _encode(getattr(value, f.name), below + f.name, tensors) for f in fields(value)
+        }
         return {"payload": name, "fields": items}
     if isinstance(value, dict):
         if value and all(isinstance(v, Tensor) for v in value.values()):

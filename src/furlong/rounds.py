@@ -102,10 +102,10 @@ def seeded(device: torch.device, *parts: object) -> Iterator[None]:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Floating point sums depend on the number of threads; clients always use one."""
+def threads(count: int = 1) -> Iterator[None]:
+    """Floating point sums depend on the number of threads: methods always compute with one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
@@ -139,16 +139,14 @@ def run_client(
 ) -> Report[U]:
     """Load or make the client's state, train, store the state, answer."""
     setup = ctx.setup
-    with one_thread(), seeded(setup.device, setup.seed, "client", ctx.client, ctx.exchange.index):
+    with threads(), seeded(setup.device, setup.seed, "client", ctx.client, ctx.exchange.index):
         packed = store.get(ctx.client)
-        kept: Kept = (
-            Kept(method.init_client(ctx), {}, ()) if packed is None else unpack(packed)
-        )
+        kept: Kept = Kept(method.init_client(ctx), {}, ()) if packed is None else unpack(packed)
         if kept.stats:
             down = replace_tensors(down, kept.stats)
         ctx.moments = list(kept.moments)
         local = method.local_update(kept.state, down, ctx)
-        upload, stats = local.upload, {}
+        upload, stats = local.upload, Weights()
         if method.bn_stats == "local":
             upload, stats = split_weights(upload, is_buffer)
         moments = tuple(o.moments() for o in ctx.optimisers) if setup.optimiser.persist else ()
@@ -178,7 +176,7 @@ class Server(Generic[S, D, U]):
 
     def init(self) -> S:
         """The server's state before the first exchange."""
-        with seeded(self.setup.device, self.setup.seed, "server", "init"):
+        with threads(), seeded(self.setup.device, self.setup.seed, "server", "init"):
             return self.method.init_server(self.context(Exchange(round=0)))
 
     def exchanges(self) -> list[Exchange]:
@@ -205,20 +203,28 @@ class Server(Generic[S, D, U]):
         downloads = _Downloads(self.method, state, cohort, ctx)
         gate = _Gate(self, state, exchange, cohort)
         replies = gate.admit(transport.exchange(exchange, downloads))
-        with seeded(self.setup.device, self.setup.seed, "server", exchange.index):
+        with threads(), seeded(self.setup.device, self.setup.seed, "server", exchange.index):
             state = self.method.aggregate(state, replies, ctx)
         gate.finish(replies)
         return ExchangeResult(
-            exchange, state, cohort, gate.metrics, gate.examples, gate.failures,
-            downloads.sent, gate.received, time.perf_counter() - began,
+            exchange,
+            state,
+            cohort,
+            gate.metrics,
+            gate.examples,
+            gate.failures,
+            downloads.sent,
+            gate.received,
+            time.perf_counter() - began,
         )
 
 
 class _Downloads(Mapping[int, D], Generic[S, D]):
     """Downloads made when they are asked for, and counted: a cohort's need not fit in memory."""
 
-    def __init__(self, method: Method[S, Any, D, Any], state: S, cohort: list[int],
-                 ctx: ServerContext) -> None:
+    def __init__(
+        self, method: Method[S, Any, D, Any], state: S, cohort: list[int], ctx: ServerContext
+    ) -> None:
         self._method, self._state, self._cohort, self._ctx = method, state, cohort, ctx
         self._last: tuple[Any, Traffic] | None = None
         self.sent = Traffic()
@@ -243,8 +249,9 @@ class _Downloads(Mapping[int, D], Generic[S, D]):
 class _Gate(Generic[S, U]):
     """Lets valid reports through to ``aggregate`` one by one and remembers the rest."""
 
-    def __init__(self, server: Server[S, Any, U], state: S, exchange: Exchange,
-                 cohort: list[int]) -> None:
+    def __init__(
+        self, server: Server[S, Any, U], state: S, exchange: Exchange, cohort: list[int]
+    ) -> None:
         self._server, self._state, self._exchange, self._cohort = server, state, exchange, cohort
         self._ctx = server.context(exchange)
         self._waiting = list(cohort)
@@ -266,9 +273,7 @@ class _Gate(Generic[S, U]):
                 continue
             self._answered(client)
             self.received += traffic(reply)
-            reason = self._server.guard.check(
-                reply, self._expected(client), self._exchange, client
-            )
+            reason = self._server.guard.check(reply, self._expected(client), self._exchange, client)
             if reason is None:
                 self.metrics[client] = reply.metrics
                 self.examples[client] = reply.examples

@@ -59,7 +59,8 @@ class RunFolder:
         """Refuse a second process; the lock ends with this one, however it ends."""
         with (self.path / ".lock").open("w") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # a record lock, because workers must not inherit it and outlive their parent
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise FurlongError(f"another process is working in {self.path}.") from None
             yield

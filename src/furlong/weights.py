@@ -51,7 +51,7 @@ def lerp(start: Weights, end: Weights, amount: float) -> Weights:
 
 @torch.no_grad()
 def ema_(target: nn.Module, online: nn.Module, decay: float) -> None:
-    """target ← decay·target + (1 - decay)·online over parameters, in place; buffers stay."""
+    """Target ← decay·target + (1 - decay)·online over parameters, in place; buffers stay."""
     torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), 1.0 - decay)
 
 
@@ -95,7 +95,8 @@ class Mean(Generic[P]):
         if not self._sums:
             self._tree, self._dtypes = tree, {name: t.dtype for name, t in tensors.items()}
             self._sums = {
-                name: torch.zeros(t.shape, dtype=torch.float64) if t.is_floating_point()
+                name: torch.zeros(t.shape, dtype=torch.float64)
+                if t.is_floating_point()
                 else t.clone()
                 for name, t in tensors.items()
             }

@@ -157,7 +157,7 @@ def _draw(kinds: Tensor, u: Tensor, noise: Tensor, size: int) -> Tensor:
 
     # Colours: hue free, brightness apart by a visible step in either direction.
     ground_luma = _between(u[:, 4], 0.15, 0.85)
-    step = _between(u[:, 5], 0.23, 0.55)
+    step = _between(u[:, 5], 0.28, 0.6)
     # The step goes where there is room for it: up from dark ground, down from bright ground.
     figure_luma = torch.where(ground_luma + 0.6 * (u[:, 6] - 0.5) < 0.5, 1.0, -1.0) * step
     figure_luma = (ground_luma + figure_luma).clamp_(0.02, 0.98)
@@ -174,7 +174,7 @@ def _draw(kinds: Tensor, u: Tensor, noise: Tensor, size: int) -> Tensor:
         spot = (0.5 + (reach - away) / pixel).clamp_(0, 1)[:, None]
         image = torch.lerp(image, w[:, 3:6], 0.7 * spot)
     image = torch.lerp(image, ink + (slope + _stripes(v[:, 19:23], gx, gy))[:, None], cover)
-    image += noise * _between(v[:, 23:24], 0.01, 0.06)
+    image += noise * _between(v[:, 23:24], 0.01, 0.05)
     return image.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
 
 

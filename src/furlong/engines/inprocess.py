@@ -254,7 +254,7 @@ class InProcess:
         self, exchange: Exchange, downloads: Mapping[int, Any]
     ) -> Iterator[Report[Any] | Failure]:
         waiting = list(downloads)
-        order, done = iter(list(waiting)), {}
+        order, done = list(waiting), dict[int, tuple[Blob, Blob | None] | Failure]()
         sent = _Sent()
         idle = list(self._pool)
         busy: dict[_Worker, int] = {}
@@ -408,7 +408,7 @@ def _work(engine: InProcess, server: socket.socket, other: socket.socket, parent
             out.append(Blob.of(report))
             if slot.put_bytes is not None:
                 out.append(Blob.of_bytes(slot.put_bytes))
-            answer = {"sizes": [blob.size for blob in out]}
+            answer: dict[str, Any] = {"sizes": [blob.size for blob in out]}
         except Exception as error:
             out, answer = [], {"raised": _describe(error)}
         message = json.dumps(answer).encode()

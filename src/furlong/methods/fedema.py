@@ -7,6 +7,7 @@ The target stays the client's own. λ_k = τ/d_k at the first divergence a clien
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -66,7 +67,7 @@ class FedEMA(Averaging[Shared, State | None]):
         """d_k at the time of the merge."""
         if self.divergence == "displacement":
             return state.divergence
-        return sq_l2(down.encoder, state.online) ** 0.5
+        return math.sqrt(sq_l2(down.encoder, state.online))
 
     def scale_of(self, state: State | None, distance: float) -> float | None:
         """λ_k: what was set once, else τ/d_k as soon as there is a divergence."""
@@ -98,9 +99,7 @@ class FedEMA(Averaging[Shared, State | None]):
                 start = self.merge(state, down, scale, distance)
         nets, metrics = self.byol.train(start, ctx)
         moved = mean_conv_l2(nets.online, start.online)
-        kept = State(
-            nets.online, nets.target, nets.predictor, moved, scale, ctx.exchange.round
-        )
+        kept = State(nets.online, nets.target, nets.predictor, moved, scale, ctx.exchange.round)
         return Local(kept, Shared(nets.online, nets.predictor), metrics | {"divergence": moved})
 
     def encoder(self, server: Shared, ctx: ServerContext) -> nn.Module:

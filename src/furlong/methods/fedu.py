@@ -39,7 +39,9 @@ class FedU(Averaging[Shared, State | None]):
         "Zhuang et al., Collaborative Unsupervised Visual Representation Learning from "
         "Decentralized Data, ICCV 2021"
     )
-    keeps: ClassVar[str] = "the networks its next merge may need (target, predictor), last divergence"
+    keeps: ClassVar[str] = (
+        "the networks its next merge may need (target, predictor), last divergence"
+    )
     leaves: ClassVar[str] = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
 
     aggregate_from: Literal["online", "target"] = "online"

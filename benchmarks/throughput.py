@@ -1,0 +1,189 @@
+"""Images per second of a whole federated round, divided by the bare PyTorch loop's.
+
+The bare loop is the fastest we can make: pre-augmented tensors, the same networks and loss, the
+same number of one-thread processes, channels_last, fused optimiser, freed memory kept. The round
+adds reading and augmenting images, loading and packing weights, sending, checking and averaging
+them. Both are run in turn, several times; medians count.
+
+    python benchmarks/throughput.py [--json] [--repeats 5] [--encoders cnn5,resnet18] [--steps 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from furlong.assemble import Prepared, prepare
+from furlong.config import from_tree
+from furlong.context import ClientContext, Exchange, Networks
+from furlong.engines.inprocess import InProcess, keep_freed_memory
+from furlong.losses import byol, nt_xent
+from furlong.rounds import seeded
+from furlong.weights import ema_, snapshot
+
+BATCH = 128
+
+
+def setup(method: str, encoder: str, workers: int, steps: int) -> Prepared:
+    """One client per worker, ``steps`` batches each: both sides then do equal work."""
+    options = {
+        "method": method,
+        "encoder": encoder,
+        "data.images": BATCH * steps * workers,
+        "data.test_images": 100,
+        "partition": "iid",
+        "clients": workers,
+        "rounds": 1000,
+        "batch_size": BATCH,
+        "workers": workers,
+        "data.augment": "fedu",
+    }
+    return prepare(from_tree({}, options, "benchmark"))
+
+
+def bare_loop(p: Prepared, method: str, steps: int, views: torch.Tensor) -> float:
+    """Seconds for ``steps`` optimiser steps on pre-augmented views (2B×C×H×W)."""
+    ctx = ClientContext(p.setup, Exchange(0), Networks(), client=0, data=p.federation.shard(0))
+    start = p.server.init()
+    if method == "fedsimclr":
+        net = ctx.network("net", lambda: p.method.network(ctx), start.weights)
+        optimiser = ctx.optimiser(net).torch
+    else:
+        inner = p.method.byol
+        net = ctx.network("online", lambda: inner.encoder(ctx), start.encoder)
+        target = ctx.network("target", lambda: inner.encoder(ctx), start.encoder)
+        head = ctx.network("predictor", lambda: inner.predictor(ctx), start.predictor)
+        target.requires_grad_(False)
+        optimiser = ctx.optimiser(net, head).torch
+
+    def step() -> None:
+        optimiser.zero_grad(set_to_none=True)
+        if method == "fedsimclr":
+            loss = nt_xent(*net(views).chunk(2), p.method.temperature)
+        else:
+            y1, y2 = head(net(views)).chunk(2)
+            with torch.no_grad():
+                t1, t2 = target(views).chunk(2)
+            loss = byol(y1, t2) + byol(y2, t1)
+        loss.backward()
+        optimiser.step()
+        if method != "fedsimclr":
+            ema_(target, net, 0.99)
+
+    step()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return time.perf_counter() - began
+
+
+def bare(p: Prepared, method: str, workers: int, steps: int) -> float:
+    """Images/s of ``workers`` processes that do nothing but train."""
+    with seeded(p.setup.device, 0):
+        views = torch.cat(p.setup.augment.views(p.train.pixels[:BATCH]))
+    context = get_context("fork")
+    barrier, results = context.Barrier(workers), context.SimpleQueue()
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        barrier.wait()
+        results.put(bare_loop(p, method, steps, views))
+
+    processes = [context.Process(target=work) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    seconds = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return workers * steps * BATCH / max(seconds)
+
+
+class Rounds:
+    """A federation that goes on from round to round, so that only rounds are timed."""
+
+    def __init__(self, p: Prepared, workers: int) -> None:
+        self.p = p
+        self.transport = InProcess(p.method, p.federation, p.setup, workers)
+        self.state, self.exchanges = p.server.init(), iter(p.server.exchanges())
+        self.run()  # workers build their networks once
+
+    def run(self) -> float:
+        """Images/s of one round, from the server's state to the server's state."""
+        result = self.p.server.step(
+            self.p.federation.clients, self.transport, self.state, next(self.exchanges)
+        )
+        self.state = result.server
+        assert not result.failures
+        return sum(m["images"] for m in result.metrics.values()) / result.seconds
+
+
+def where_it_goes(p: Prepared) -> dict[str, float]:
+    """Seconds of the parts that the bare loop does not have, one thread, one client's share."""
+    torch.set_num_threads(1)
+    pixels = p.train.pixels[:BATCH]
+    p.setup.augment.views(pixels)
+    began = time.perf_counter()
+    for _ in range(10):
+        p.setup.augment.views(pixels)
+    augment = (time.perf_counter() - began) / 10
+    state = p.server.init()
+    ctx = p.server.context(Exchange(0))
+    net = p.method.encoder(state, ctx)
+    began = time.perf_counter()
+    snapshot(net)
+    return {
+        "augment_ms_per_batch": 1e3 * augment,
+        "snapshot_ms": 1e3 * (time.perf_counter() - began),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="batches per client and round")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--encoders", default="cnn5,resnet18")
+    parser.add_argument("--methods", default="fedsimclr,fedbyol")
+    options = parser.parse_args()
+    keep_freed_memory()
+    rows: list[dict[str, Any]] = []
+    for encoder in options.encoders.split(","):
+        for method in options.methods.split(","):
+            p = setup(method, encoder, options.workers, options.steps)
+            rounds = Rounds(p, options.workers)
+            bares, fulls = [], []
+            for _ in range(options.repeats):
+                bares.append(bare(p, method, options.workers, options.steps))
+                fulls.append(rounds.run())
+            rounds.transport.close()
+            row = {
+                "encoder": encoder,
+                "method": method,
+                "workers": options.workers,
+                "batch": BATCH,
+                "steps": options.steps,
+                "bare_images_per_second": round(statistics.median(bares), 1),
+                "round_images_per_second": round(statistics.median(fulls), 1),
+                "ratio": round(
+                    statistics.median(f / b for f, b in zip(fulls, bares, strict=True)), 3
+                ),
+                **{k: round(v, 1) for k, v in where_it_goes(p).items()},
+            }
+            rows.append(row)
+            if not options.json:
+                print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+    if options.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""From a configuration to everything a run needs, before anything has been trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from furlong.config import Config, from_tree
+from furlong.context import Exchange, Setup, Shard
+from furlong.data import images as data
+from furlong.data.augment import preset
+from furlong.data.images import ImageSet, NoSplit
+from furlong.data.partition import Partition, partition
+from furlong.engines.inprocess import BlobStore, InProcess, default_workers
+from furlong.errors import FurlongError
+from furlong.federation import Federation
+from furlong.guard import Guard
+from furlong.method import Method
+from furlong.methods.alone import Alone
+from furlong.metrics import beta_cib, beta_hetero
+from furlong.nets import build_encoder, out_dim
+from furlong.rounds import Server, seed_of, seeded
+from furlong.weights import recalibrate
+
+HOLDOUT = 0.1  # of a labelled set that has no test split
+
+
+@dataclass
+class Prepared:
+    """Everything a run needs, before anything has been trained."""
+
+    config: Config
+    method: Method[Any, Any, Any, Any]
+    train: ImageSet
+    test: ImageSet | None
+    split: Partition
+    federation: Federation
+    server: Server[Any, Any, Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def setup(self) -> Setup:
+        """What every party knows."""
+        return self.server.setup
+
+    @property
+    def workers(self) -> int:
+        """Worker processes, and threads for evaluation."""
+        return self.config.run.workers or default_workers(self.setup.device)
+
+    def transport(self) -> InProcess:
+        """The engine, with no client state yet."""
+        run = self.config.run
+        store = BlobStore(run.state_memory_mb << 20, Path(run.out) if run.out else None)
+        return InProcess(self.method, self.federation, self.setup, self.workers, store)
+
+    def encoders(self, state: Any) -> dict[str, nn.Module]:
+        """Whose encoder -> encoder, ready for evaluation."""
+        ctx = self.server.context(Exchange(round=self.setup.rounds))
+        with seeded(self.setup.device, self.setup.seed, "encoder"):
+            if isinstance(self.method, Alone):
+                every = self.method.encoders(state, ctx)
+                found = {f"client {k} alone": encoder for k, encoder in every.items()}
+            else:
+                found = {who(self.config): self.method.encoder(state, ctx)}
+        for encoder in found.values():
+            if self.method.bn_stats == "recalibrate":
+                chunks = torch.split(self.train.pixels[: self.config.evaluate.monitor_images], 500)
+                recalibrate(encoder, (self.setup.augment.plain(chunk) for chunk in chunks))
+        return found
+
+
+def who(settings: Config) -> str:
+    """What a run trains, in one word."""
+    return {"none": "federated", "single": "alone", "pooled": "pooled"}[settings.run.bound]
+
+
+def load_data(settings: Config) -> tuple[ImageSet, ImageSet | None, list[str]]:
+    """Training images, test images if there are labelled ones, and what to tell the user."""
+    d = settings.data
+    options: dict[str, Any] = {
+        "root": d.root,
+        "image_size": d.image_size,
+        "strict": d.strict,
+        "cache": d.cache,
+        "group_by": d.group_by,
+    }
+    train = data.load(d.name, "train", limit=d.images, seed=settings.run.seed, **options)
+    notes = list(train.notes)
+    if train.skipped:
+        names = ", ".join(f"{s.name} ({s.reason})" for s in train.skipped[:10])
+        more = ", …" if len(train.skipped) > 10 else ""
+        notes.append(f"skipped {len(train.skipped)} unreadable file(s): {names}{more}")
+    if train.labels is None:
+        notes.append("the images have no labels: no accuracy will be measured")
+        return train, None, notes
+    try:
+        size = train.size[0]
+        test = data.load(
+            d.name,
+            "test",
+            limit=d.test_images,
+            seed=settings.run.seed,
+            **(options | {"image_size": size}),
+        )
+    except NoSplit:
+        order = torch.randperm(
+            len(train),
+            generator=torch.Generator().manual_seed(seed_of(settings.run.seed, "holdout")),
+        )
+        cut = max(1, int(HOLDOUT * len(train)))
+        notes.append(f"no test split: {cut} random images are held out for evaluation")
+        test, train = train.subset(order[:cut]), train.subset(order[cut:].sort()[0])
+    return train, test, notes
+
+
+def split_data(settings: Config, train: ImageSet) -> Partition:
+    """Who gets which images."""
+    d = settings.data
+    return partition(
+        d.partition,
+        train.labels,
+        d.clients,
+        n=len(train),
+        n_classes=train.n_classes or None,
+        seed=settings.run.seed,
+        groups=train.groups,
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the accelerator if there is one."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise FurlongError(f"--device {name} cannot be used: {reason}") from None
+    return device
+
+
+def prepare(settings: Config) -> Prepared:
+    """Read the data, split it, build the method."""
+    train, test, notes = load_data(settings)
+    height, width = train.size
+    if height != width:
+        raise FurlongError(
+            f"the images are {width}×{height}; encoders take squares. Give --data.image-size."
+        )
+    split = split_data(settings, train)
+    federation = Federation.of(train, split)
+    method = settings.make_method()
+    if settings.run.bound == "pooled":
+        federation = federation.pooled()
+    elif settings.run.bound == "single":
+        method = Alone(method)
+    if method.needs_labels and train.labels is None:
+        raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
+    public = None
+    if settings.data.public:
+        shown = data.load(settings.data.public, "train", image_size=height, seed=settings.run.seed)
+        public = Shard(shown.unlabelled(), torch.arange(len(shown)))
+    elif method.needs_public:
+        raise FurlongError(
+            f"method {settings.method['name']} needs public images: give --public NAME, e.g. stl10 "
+            "or folder:PATH."
+        )
+    device = pick_device(settings.run.device)
+    name = settings.data.augment
+    if name == "auto":
+        name = "shapes" if settings.data.name == "shapes" else "fedu"
+    with torch.random.fork_rng(devices=[]):
+        encoder = build_encoder(settings.model.encoder, train.channels, height)
+    setup = Setup(
+        encoder=settings.model.encoder,
+        width=out_dim(encoder, train.channels, height),
+        channels=train.channels,
+        image_size=height,
+        augment=preset(name, height),
+        rounds=settings.train.rounds,
+        epochs=settings.train.epochs,
+        batch_size=settings.train.batch_size,
+        optimiser=settings.optimiser,
+        sizes=federation.sizes,
+        seed=settings.run.seed,
+        device=device,
+    )
+    settings = replace(
+        settings, data=replace(settings.data, augment=name, clients=len(split.indices))
+    )
+    guard = Guard(max_examples=max(federation.sizes.values()))
+    server = Server(method, setup, public, settings.train.fraction, guard)
+    return Prepared(settings, method, train, test, split, federation, server, notes)
+
+
+def describe_partition(train: ImageSet, split: Partition) -> dict[str, Any]:
+    """Sizes, and with labels the class counts and the MFCL paper's two heterogeneity measures."""
+    about: dict[str, Any] = {
+        "partition": split.name,
+        "clients": len(split.indices),
+        "sizes": [len(rows) for rows in split.indices],
+    }
+    if train.labels is not None:
+        counts = split.class_counts(train.labels, train.n_classes)
+        about |= {
+            "classes": list(train.classes),
+            "class_counts": counts.tolist(),
+            "beta_cib": beta_cib(counts),
+            "beta_hetero_m2": beta_hetero(counts, "M2"),
+            "beta_hetero_mm1": beta_hetero(counts, "MM1"),
+        }
+    return about
+
+
+def flows(method: str, encoder: str, channels: int = 3, image_size: int = 32) -> dict[str, Any]:
+    """What goes down to and up from one client in a first exchange, without any data."""
+    settings = from_tree({}, {"method": method, "encoder": encoder}, "options")
+    made = settings.make_method()
+    with torch.random.fork_rng(devices=[]):
+        width = out_dim(build_encoder(encoder, channels, image_size), channels, image_size)
+    setup = Setup(
+        encoder,
+        width,
+        channels,
+        image_size,
+        preset("none", image_size),
+        1,
+        1,
+        128,
+        settings.optimiser,
+        dict.fromkeys(range(5), 1000),
+    )
+    server = Server(made, setup)
+    state = server.init()
+    ctx = server.context(server.exchanges()[0])
+    return {"down": made.download(state, 0, ctx), "up": made.expected(state, 0, ctx)}
