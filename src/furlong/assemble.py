@@ -23,7 +23,7 @@ from furlong.method import Method
 from furlong.methods.alone import Alone
 from furlong.metrics import beta_cib, beta_hetero
 from furlong.nets import build_encoder, out_dim
-from furlong.rounds import Server, seed_of, seeded
+from furlong.rounds import Server, seeded, shuffled
 from furlong.weights import recalibrate
 
 HOLDOUT = 0.1  # of a labelled set that has no test split
@@ -69,8 +69,10 @@ class Prepared:
                 found = {who(self.config): self.method.encoder(state, ctx)}
         for encoder in found.values():
             if self.method.bn_stats == "recalibrate":
-                chunks = torch.split(self.train.pixels[: self.config.evaluate.monitor_images], 500)
-                recalibrate(encoder, (self.setup.augment.plain(chunk) for chunk in chunks))
+                rows = shuffled(len(self.train), self.setup.seed, "recalibrate")
+                pixels = self.train.pixels[rows[: self.config.evaluate.monitor_images]]
+                batches = map(self.setup.augment.plain, torch.split(pixels, 500))
+                recalibrate(encoder, batches)
         return found
 
 
@@ -87,7 +89,8 @@ def load_data(settings: Config) -> tuple[ImageSet, ImageSet | None, list[str]]:
         "image_size": d.image_size,
         "strict": d.strict,
         "cache": d.cache,
-        "group_by": d.group_by,
+        "group_by": d.group_by
+        or ("folder" if d.partition == "natural" and d.name.startswith("folder:") else None),
     }
     train = data.load(d.name, "train", limit=d.images, seed=settings.run.seed, **options)
     notes = list(train.notes)
@@ -108,10 +111,7 @@ def load_data(settings: Config) -> tuple[ImageSet, ImageSet | None, list[str]]:
             **(options | {"image_size": size}),
         )
     except NoSplit:
-        order = torch.randperm(
-            len(train),
-            generator=torch.Generator().manual_seed(seed_of(settings.run.seed, "holdout")),
-        )
+        order = shuffled(len(train), settings.run.seed, "holdout")
         cut = max(1, int(HOLDOUT * len(train)))
         notes.append(f"no test split: {cut} random images are held out for evaluation")
         test, train = train.subset(order[:cut]), train.subset(order[cut:].sort()[0])
@@ -121,10 +121,11 @@ def load_data(settings: Config) -> tuple[ImageSet, ImageSet | None, list[str]]:
 def split_data(settings: Config, train: ImageSet) -> Partition:
     """Who gets which images."""
     d = settings.data
+    by_itself = d.partition.startswith(("natural", "fcl_"))  # the rule knows the number of clients
     return partition(
         d.partition,
         train.labels,
-        d.clients,
+        5 if d.clients is None and not by_itself else d.clients,
         n=len(train),
         n_classes=train.n_classes or None,
         seed=settings.run.seed,
@@ -143,7 +144,7 @@ def pick_device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise FurlongError(f"--device {name} cannot be used: {reason}") from None
+        raise FurlongError(f"--device {name} cannot be used: {reason}. Try auto or cpu.") from None
     return device
 
 
@@ -196,7 +197,7 @@ def prepare(settings: Config) -> Prepared:
     settings = replace(
         settings, data=replace(settings.data, augment=name, clients=len(split.indices))
     )
-    guard = Guard(max_examples=max(federation.sizes.values()))
+    guard = Guard(sizes=federation.sizes)
     server = Server(method, setup, public, settings.train.fraction, guard)
     return Prepared(settings, method, train, test, split, federation, server, notes)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 from cyclopts import App, Parameter
 from rich.console import Console
@@ -25,6 +25,7 @@ from furlong.payload import parts
 app = App(
     name="furlong",
     version=furlong.__version__,
+    suppress_keyboard_interrupt=False,  # main says how to go on
     help="Learn one image encoder from many parties that cannot share their images.",
 )
 console = Console(highlight=False)
@@ -173,7 +174,8 @@ def _print_run(finished: experiment.Run) -> None:
         f"{size(summary['bytes_up'])} up, {size(summary['bytes_down'])} down"
         + (f", {summary['failures']} failed answers" if summary["failures"] else "")
     )
-    console.print(f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}")
+    paths = f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}"
+    console.print(paths, markup=False, soft_wrap=True)
 
 
 def results_table(rows: list[dict[str, Any]]) -> Table:
@@ -298,7 +300,14 @@ def _partition_table(about: dict[str, Any]) -> Table:
     counts = about.get("class_counts") or [[] for _ in about["sizes"]]
     narrow = len(counts[0]) <= 20
     columns = about.get("classes", []) if narrow else []
-    table = Table("client", "images", *columns, *([] if narrow else ["classes held"]), box=None)
+    table = Table(
+        "client",
+        "images",
+        *columns,
+        *([] if narrow else ["classes held"]),
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
     peak = max((n for row in counts for n in row), default=1) or 1
     for client, row in enumerate(counts):
         cells = [f"[on rgb(0,0,{40 + 160 * n // peak})]{n}[/]" if n else "·" for n in row]
@@ -333,7 +342,7 @@ def methods(
         Print JSON.
     """
     if name is None:
-        rows = {n: {"family": r.family, "paper": r.cls.paper} for n, r in METHODS.items()}
+        rows = {n: {"family": r.family, "paper": r.paper} for n, r in METHODS.items()}
         if as_json:
             print(json.dumps(rows))
             return
@@ -351,24 +360,30 @@ def methods(
             json.dumps(
                 {
                     "name": name,
-                    "paper": row.cls.paper,
+                    "paper": row.paper,
                     "fields": resolved,
                     "keeps": row.cls.keeps,
                     "leaves": row.cls.leaves,
-                    "bytes": sent,
+                    "bytes": {w: {"/".join(k): v for k, v in g.items()} for w, g in sent.items()},
                 }
             )
         )
         return
     console.print(f"[bold]{name}[/] ({row.family}): {(row.cls.__doc__ or '').strip()}")
-    console.print(f"paper: {row.cls.paper}", markup=False)
+    console.print(f"paper: {row.paper}", markup=False)
     table = Table("field", "default", "type", title="fields (--method.FIELD)", title_justify="left")
+    hints = get_type_hints(row.cls)
     for f in fields(row.cls):  # type: ignore[arg-type]
-        kind = str(f.type).replace("Literal", "").strip("[]")
+        choices = get_args(hints[f.name])
+        kind = " | ".join(map(str, choices)) if choices else hints[f.name].__name__
         table.add_row(f.name, str(resolved[f.name]), kind)
     console.print(table)
     console.print(f"stays on the client: {row.cls.keeps or 'nothing'}", markup=False)
-    console.print(f"leaves the client: {row.cls.leaves}", markup=False)
+    console.print(
+        f"leaves the client: {row.cls.leaves} With them go the number of images and the means "
+        "of the training loss and other logged numbers.",
+        markup=False,
+    )
     table = Table(
         "",
         "field",
@@ -419,6 +434,8 @@ def demo(*, seeds: int = 1, out: Path = Path("runs/demo")) -> None:
     out
         Folder of the runs; a number is added if it exists.
     """
+    if seeds < 1:
+        raise FurlongError(f"--seeds is {seeds}; it must be at least 1")
     from furlong import demo as story
     from furlong import figures
 
@@ -516,7 +533,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(given)
     except FurlongError as error:
-        err.print(f"error: {error}", markup=False)
+        err.print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         err.print("interrupted. 'furlong resume RUN' goes on after the last checkpoint.")

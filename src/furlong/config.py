@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 import types
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import tomli_w
 
 from furlong.context import OptimiserSettings
 from furlong.errors import FurlongError, nearest
+from furlong.evaluate.linear import RECIPES
 from furlong.method import Method
 from furlong.methods import METHODS, Row
 
@@ -30,8 +32,8 @@ class DataSettings:
     test_images: int | None = None
     image_size: int | None = None
     partition: str = "classes:2"
-    clients: int = 5  # 0: as many as the natural partition has
-    group_by: str | None = None  # natural partition: a column, or "folder"
+    clients: int | None = None  # 5, or as many as the natural partition has
+    group_by: str | None = None  # natural partition: a column, or "folder" (one per client)
     augment: str = "auto"  # "shapes" for shapes, else "fedu"
     public: str | None = None  # a data set that the server may see
     strict: bool = False  # unreadable files are errors
@@ -68,7 +70,7 @@ class EvaluateSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Where and how it runs; apart from the seed, nothing here changes a bit of the result."""
+    """Where and how it runs. ``workers``, ``out`` and the last two change no bit of the weights."""
 
     seed: int = 0
     workers: int = 0  # 0: one per core on CPU
@@ -132,7 +134,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
             tree = tomllib.loads(path.read_text())
         except OSError as error:
             raise FurlongError(f"cannot read {path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:  # also TOMLDecodeError, UnicodeDecodeError
             raise FurlongError(f"{path} is not a TOML file: {error}") from None
     return from_tree(tree, overrides or {}, str(path) if path else "options")
 
@@ -186,7 +188,7 @@ def _resolve_method(given: dict[str, Any], encoder: str, where: str) -> dict[str
     """The method's name and all its fields, written out."""
     name = str(given.pop("name"))
     row = method_row(name)
-    known = {f.name for f in fields(row.cls)}  # type: ignore[arg-type]
+    known = [f.name for f in fields(row.cls)]  # type: ignore[arg-type]
     defaults = dict(row.fields)
     if encoder == "small":  # the papers' heads are forty times larger than this encoder
         small = {"projection_head": "small_proj", "prediction_head": "small_pred"}
@@ -266,19 +268,28 @@ def _check(config: Config) -> None:
         ("train.rounds", train.rounds, 1),
         ("train.epochs", train.epochs, 1),
         ("train.batch_size", train.batch_size, 2),
-        ("data.clients", data.clients, 0),
+        ("data.clients", 1 if data.clients is None else data.clients, 1),
         ("run.workers", run.workers, 0),
         ("run.save_every", run.save_every, 1),
         ("run.state_memory_mb", run.state_memory_mb, 0),
         ("evaluate.k", config.evaluate.k, 1),
         ("evaluate.knn_every", config.evaluate.knn_every, 0),
+        ("evaluate.monitor_images", config.evaluate.monitor_images, 1),
     ):
         if value < low:
             raise FurlongError(f"{name} is {value}; it must be at least {low}")
     if not 0 < train.fraction <= 1:
         raise FurlongError(f"train.fraction is {train.fraction}; it must be above 0 and at most 1")
-    if not config.optimiser.lr > 0:
-        raise FurlongError(f"optimiser.lr is {config.optimiser.lr}; it must be above 0")
+    for name, number in (
+        ("optimiser.lr", config.optimiser.lr),
+        ("evaluate.temperature", config.evaluate.temperature),
+    ):
+        if not 0 < number < math.inf:
+            raise FurlongError(f"{name} is {number}; it must be above 0 and finite")
+    recipes = {"none", *RECIPES}
+    if config.evaluate.probe not in recipes:
+        probe = config.evaluate.probe
+        raise FurlongError(f"evaluate.probe is {probe!r}. {nearest(probe, recipes)}")
 
 
 def _without_none(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from furlong.config import Config
 from furlong.engines.inprocess import Blob
 from furlong.errors import FurlongError
 from furlong.evaluate import features, knn, linear_probe
-from furlong.payload import pack
-from furlong.rounds import ExchangeResult, seed_of, threads
+from furlong.payload import Traffic, pack
+from furlong.rounds import ExchangeResult, shuffled, threads
 from furlong.runfolder import RunFolder, load_encoder
 
 
@@ -97,8 +97,7 @@ class Evaluator:
         for images in (self._prepared.train, self._prepared.test):
             assert images is not None
             assert images.labels is not None
-            generator = torch.Generator().manual_seed(seed_of(setup.seed, "monitor"))
-            rows = torch.randperm(len(images), generator=generator)[:limit]
+            rows = shuffled(len(images), setup.seed, "monitor")[:limit]
             pixels = images.pixels[rows]
             found += [features(encoder.to(setup.device), pixels, setup.augment.plain)]
             found += [images.labels[rows]]
@@ -129,12 +128,19 @@ def run(
 
 
 def resume(
-    path: Path,
+    run_folder: str | Path,
     overrides: Mapping[str, Any] | None = None,
     show: Callable[[Status], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Run:
-    """Go on with an interrupted run: the result has the same bits as without interruption."""
+    """Go on with an interrupted run: the result has the same bits as without interruption.
+
+    Only what does not change the result can be given anew: ``workers`` and ``device``.
+    """
+    path = Path(run_folder)
+    for name in overrides or {}:
+        if name not in ("workers", "device", "run.workers", "run.device"):
+            raise FurlongError(f"a run goes on with the settings it has: --{name} cannot be given.")
     folder = RunFolder.open(path)
     say = say or (lambda _: None)
     with folder.locked():
@@ -175,7 +181,9 @@ def _go(
         for result in server.run(prepared.federation, transport, state, done):
             state, done = result.server, result.exchange.index + 1
             last = done == len(exchanges)
-            _count(counters, result, alone=prepared.config.run.bound != "none")
+            if prepared.config.run.bound != "none":  # a bound sends nothing to anybody
+                result = replace(result, up=Traffic(), down=Traffic())
+            _count(counters, result)
             score = None
             if evaluator.possible and (last or (result.exchange.round + 1) % knn_every == 0):
                 scores = [evaluator.monitor(e) for e in prepared.encoders(state).values()]
@@ -236,13 +244,12 @@ def _results(evaluator: Evaluator, encoders: Mapping[str, nn.Module]) -> list[di
     return rows
 
 
-def _count(counters: dict[str, float], result: ExchangeResult[Any], *, alone: bool) -> None:
+def _count(counters: dict[str, float], result: ExchangeResult[Any]) -> None:
     counters["seconds"] += result.seconds
     counters["images"] += sum(m.get("images", 0.0) for m in result.metrics.values())
     counters["failures"] += len(result.failures)
-    if not alone:  # a bound sends nothing to anybody
-        counters["bytes_up"] += result.up.total
-        counters["bytes_down"] += result.down.total
+    counters["bytes_up"] += result.up.total
+    counters["bytes_down"] += result.down.total
 
 
 def _line(result: ExchangeResult[Any], score: float | None) -> dict[str, Any]:
@@ -363,4 +370,5 @@ def evaluate(folder: Path, settings: Config) -> list[dict[str, Any]]:
     evaluator = Evaluator(prepared)
     if not evaluator.possible:
         raise FurlongError(f"{prepared.train.name} has no labels: accuracy cannot be measured.")
-    return _results(evaluator, {who(settings): encoder})
+    name = "client 0 alone" if settings.run.bound == "single" else who(settings)
+    return _results(evaluator, {name: encoder})

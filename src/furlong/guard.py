@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class Guard:
 
     max_examples: int = 1_000_000_000
     max_metrics: int = 64
+    sizes: Mapping[int, int] = field(default_factory=dict)  # what clients are known to hold
 
     def check(self, report: Any, expected: Any, exchange: Exchange, client: int) -> str | None:
         """Whether ``report`` answers ``exchange`` for ``client`` and looks like ``expected``."""
@@ -28,8 +30,9 @@ class Guard:
             return f"signed by client {report.client!r}"
         if type(report.exchange) is not int or report.exchange != exchange.index:
             return f"answers exchange {report.exchange!r}, not {exchange.index}"
-        if type(report.examples) is not int or not 0 <= report.examples <= self.max_examples:
-            return f"claims {report.examples!r} examples (allowed: 0 to {self.max_examples})"
+        most = min(self.max_examples, self.sizes.get(client, self.max_examples))
+        if type(report.examples) is not int or not 0 <= report.examples <= most:
+            return f"claims {report.examples!r} examples (allowed: 0 to {most})"
         return self._metrics(report.metrics) or self._upload(report.upload, expected)
 
     def _metrics(self, metrics: Any) -> str | None:

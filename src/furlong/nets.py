@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -258,7 +259,7 @@ def load_object(name: str) -> object:
     source, _, attribute = name.rpartition(":")
     try:
         module = _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, SyntaxError) as error:
         raise FurlongError(f"{name!r}: cannot import {source!r}: {error}.") from error
     if not hasattr(module, attribute):
         public = [key for key in vars(module) if not key.startswith("_")]
@@ -279,8 +280,19 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
+    name = spec.name
+    if name in sys.modules:  # the same file again, or a name that is taken
+        if getattr(sys.modules[name], "__file__", None) == str(path.resolve()):
+            return sys.modules[name]
+        raise ImportError(f"another module is called {name!r} already; rename the file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module.__file__ = str(path.resolve())
+    sys.modules[name] = module  # dataclasses look their annotations up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -208,7 +208,8 @@ def _curves(lines: list[Line], results: list[Line], bound: str) -> Iterator[Draw
         figure = figures.curves({"kNN": score}, "test accuracy", levels=level, unit="%")
         dashed = " Dashed: the encoder before any training." if level else ""
         whose = ", mean of the clients' encoders" if bound == "single" else ""
-        caption = f"kNN accuracy during training{whose}.{dashed} Last: {percent(score[-1][1])}."
+        last = f" Last: {percent(score[-1][1])}."
+        caption = f"kNN accuracy during training{whose}, on a sample of the images.{dashed}{last}"
         yield _drawn(figure, caption)
     if bound == "none" and lines:
         up, down = _sum_up(lines, "bytes_up"), _sum_up(lines, "bytes_down")

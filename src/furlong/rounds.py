@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from furlong.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
 from furlong.errors import FurlongError
@@ -112,13 +113,17 @@ def threads(count: int = 1) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def shuffled(n: int, *parts: object) -> Tensor:
+    """A permutation of n that depends on ``parts`` only."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(*parts)))
+
+
 def draw_cohort(seed: int, exchange: Exchange, clients: list[int], fraction: float) -> list[int]:
     """max(1, ⌊fraction·M⌋ ) clients, a function of (seed, round), ascending."""
     if exchange.everyone or fraction >= 1:
         return clients
     size = max(1, int(fraction * len(clients) + 1e-9))
-    generator = torch.Generator().manual_seed(seed_of(seed, "cohort", exchange.round))
-    chosen = torch.randperm(len(clients), generator=generator)[:size]
+    chosen = shuffled(len(clients), seed, "cohort", exchange.round)[:size]
     return [clients[i] for i in sorted(chosen.tolist())]
 
 

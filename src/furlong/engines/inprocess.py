@@ -1,7 +1,7 @@
 """The in-process engine: clients in worker processes with one thread each, or one after another.
 
-Workers are forked, so the images are shared with them and never copied. Payloads travel as sealed
-pieces of anonymous memory: the parent packs a download once, hands its file descriptor to every
+Workers are forked, so the images are shared with them and never copied. Payloads travel as pieces
+of anonymous memory: the parent packs a download once, hands its file descriptor to every
 worker, and gets descriptors of reports and client states back. Nothing is pickled and nothing
 outlives the processes, however they end.
 """

@@ -22,11 +22,22 @@ class Row:
     cls: type[Method[Any, Any, Any, Any]]
     family: str
     fields: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""  # if the name has another paper than the class
+
+    @property
+    def paper(self) -> str:
+        """Where the method was published."""
+        return self.source or self.cls.paper
 
 
 METHODS: dict[str, Row] = {
     "fedsimclr": Row(FedSimCLR, "contrastive"),
-    "fedbyol": Row(FedU, "non-contrastive", {"predictor": "global"}),
+    "fedbyol": Row(
+        FedU,
+        "non-contrastive",
+        {"predictor": "global"},
+        "Grill et al., Bootstrap Your Own Latent (BYOL), NeurIPS 2020; the baseline of FedU",
+    ),
     "fedu": Row(FedU, "non-contrastive"),
     "fedema": Row(FedEMA, "non-contrastive"),
 }

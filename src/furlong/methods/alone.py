@@ -41,6 +41,11 @@ class Alone(Method[Each, Any, Any, Any]):
         """As the method has it."""
         return self.inner.needs_labels
 
+    @property
+    def needs_public(self) -> bool:  # type: ignore[override]
+        """As the method has it."""
+        return self.inner.needs_public
+
     def plan(self, rounds: int) -> Iterator[Exchange]:
         """As the method plans."""
         return self.inner.plan(rounds)

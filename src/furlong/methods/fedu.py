@@ -31,6 +31,10 @@ class State:
     divergence: float
 
 
+def _choose(keep: bool, own: Weights | None, shared: Weights) -> Weights:
+    return own if keep and own is not None else shared
+
+
 @dataclass(frozen=True)
 class FedU(Averaging[Shared, State | None]):
     """BYOL; which encoder travels, which slots it overwrites, whose predictor goes on."""
@@ -40,7 +44,8 @@ class FedU(Averaging[Shared, State | None]):
         "Decentralized Data, ICCV 2021"
     )
     keeps: ClassVar[str] = (
-        "the networks its next merge may need (target, predictor), last divergence"
+        "those of its networks that the global ones do not replace (FedU: target and predictor; "
+        "FedBYOL: target), and how far its encoder moved last"
     )
     leaves: ClassVar[str] = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
 
@@ -59,6 +64,16 @@ class FedU(Averaging[Shared, State | None]):
         """The local learner."""
         return Byol(self.projection_head, self.prediction_head, self.decay, self.symmetric)
 
+    @property
+    def keeps_online(self) -> bool:
+        """Whether Φ leaves a client's online encoder alone."""
+        return self.update in ("target", "none")
+
+    @property
+    def keeps_target(self) -> bool:
+        """Whether Φ leaves a client's target encoder alone."""
+        return self.update in ("online", "none")
+
     def init_server(self, ctx: ServerContext) -> Shared:
         """Φ and Ψ, freshly initialised."""
         return self.byol.init(ctx)
@@ -67,13 +82,13 @@ class FedU(Averaging[Shared, State | None]):
         """The networks local training starts from."""
         if state is None:
             return Triple(online=down.encoder, target=down.encoder, predictor=down.predictor)
-        keep_local = self.predictor == "local" or (
+        keeps_predictor = self.predictor == "local" or (
             self.predictor == "dapu" and state.divergence >= self.threshold
         )
         return Triple(
-            online=(self.update in ("target", "none") and state.online) or down.encoder,
-            target=(self.update in ("online", "none") and state.target) or down.encoder,
-            predictor=(keep_local and state.predictor) or down.predictor,
+            online=_choose(self.keeps_online, state.online, down.encoder),
+            target=_choose(self.keeps_target, state.target, down.encoder),
+            predictor=_choose(keeps_predictor, state.predictor, down.predictor),
         )
 
     def local_update(
@@ -83,8 +98,8 @@ class FedU(Averaging[Shared, State | None]):
         start = self.merge(state, down)
         nets, metrics = self.byol.train(start, ctx)
         kept = State(
-            online=nets.online if self.update in ("target", "none") else None,
-            target=nets.target if self.update in ("online", "none") else None,
+            online=nets.online if self.keeps_online else None,
+            target=nets.target if self.keeps_target else None,
             predictor=nets.predictor if self.predictor != "global" else None,
             divergence=DIVERGENCES[self.divergence](nets.online, start.online),
         )
