@@ -14,7 +14,7 @@ from conftest import tiny
 
 import furlong
 from furlong import cli, experiment
-from furlong.cli import duration, main, size, take_dotted
+from furlong.cli import main, take_dotted
 from furlong.methods import METHODS
 
 TINY = [
@@ -92,39 +92,6 @@ def test_take_dotted(words: str, rest: str, taken: dict[str, str]) -> None:
     given = words.split()
     assert take_dotted(given) == (rest.split(), taken)
     assert given == words.split()
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (38_460_480 * 4, "153.8 MB"),
-        (2.5e9, "2.5 GB"),
-        (1e12, "1.0 TB"),
-        (5e15, "5000.0 TB"),
-    ],
-)
-def test_size(count: float, text: str) -> None:
-    assert size(count) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.0 s"),
-        (2.34, "2.3 s"),
-        (59.4, "59.4 s"),
-        (60, "1 min 00 s"),
-        (125, "2 min 05 s"),
-        (3599.6, "1 h 00 min"),
-        (3660, "1 h 01 min"),
-        (90_000, "25 h 00 min"),
-    ],
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 # ---------------------------------------------------------------- methods

@@ -27,7 +27,21 @@ FEDERATION = {
     "cli",
     "demo",
 }
-LEAVES = {"losses", "clustering", "weights", "payload", "nets", "metrics", "errors", "figures"}
+LEAVES = {"losses", "clustering", "weights", "payload", "nets", "metrics"} | {
+    "errors",
+    "figures",
+    "words",
+}
+    "losses",
+    "clustering",
+    "weights",
+    "payload",
+    "nets",
+    "metrics",
+    "errors",
+    "figures",
+    "words",
+}
 
 
 def name_of(path: Path) -> str:

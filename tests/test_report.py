@@ -263,12 +263,3 @@ def test_many_clients_are_a_band() -> None:
     drawn = figures.svg(figures.curves({"mean": [(1, 2.0), (2, 1.0)]}, "loss", each=each))
     assert "middle 80 % of the clients" in drawn
     assert len(drawn) < 30_000
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_999, "1 MB"), (44.7e6, "44.7 MB"),
-     (2e18, "2,000 PB")],
-)  # fmt: skip
-def test_size(count: float, text: str) -> None:
-    assert figures.size(count).replace("\N{NO-BREAK SPACE}", " ") == text

@@ -107,3 +107,19 @@ def test_colour_carries_no_class() -> None:
 def test_refusals(arguments: dict[str, int | str], message: str) -> None:
     with pytest.raises(FurlongError, match=message):
         shapes(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_random_encoder_does_not_solve_it() -> None:
+    """Learnable is shown by the demo; here, that the class is not in the pixels' surface."""
+    from furlong.data.augment import preset
+    from furlong.evaluate import features, linear_probe
+    from furlong.nets import build_encoder
+
+    plain = preset("shapes", 32).plain
+    train, test = shapes(2000, seed=7), shapes(1000, seed=7, split="test")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        encoder = build_encoder("small")
+    ours, theirs = (features(encoder, images.pixels, plain) for images in (train, test))
+    accuracy = linear_probe(ours, train.labels, theirs, test.labels).accuracy
+    assert 0.12 < accuracy < 0.35

@@ -21,6 +21,7 @@ from furlong.engines.inprocess import keep_freed_memory
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.payload import parts
+from furlong.words import duration, size
 
 app = App(
     name="furlong",
@@ -475,27 +476,6 @@ def demo(*, seeds: int = 1, out: Path = Path("runs/demo")) -> None:
     console.print(
         f"figure: {folder / 'demo.svg'}    report: {folder / '0' / 'federated' / 'report.html'}"
     )
-
-
-# ---------------------------------------------------------------- words for numbers
-
-
-def size(count: float) -> str:
-    """Bytes in a unit that a person reads."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
 
 
 # ---------------------------------------------------------------- start

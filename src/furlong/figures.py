@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from furlong.errors import FurlongError
+from furlong.words import size
 
 Points = Sequence[tuple[float, float]]
 
@@ -200,15 +201,6 @@ def save(figure: Figure, path: Path) -> None:
             figure.savefig(path, format=kind[1:], dpi=200, facecolor="white", metadata=metadata)
     except OSError as error:
         raise FurlongError(f"cannot write {path}: {error.strerror}") from None
-
-
-def size(count: float) -> str:
-    """Bytes in a unit that a person reads."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 999.5:
-            return f"{count:.3g}\N{NO-BREAK SPACE}{unit}"
-        count /= 1000
-    return f"{count:,.0f}\N{NO-BREAK SPACE}PB"
 
 
 # ---------------------------------------------------------------- parts

@@ -22,6 +22,7 @@ from furlong import figures
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.runfolder import RunFolder
+from furlong.words import duration, size
 
 KINDS = ("params", "buffers", "features", "scalars")
 PROTOCOLS = {"knn": "kNN", "linear": "linear probe"}
@@ -72,7 +73,7 @@ def _environment() -> Environment:
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.filters |= {"size": figures.size, "percent": percent, "duration": duration}
+    environment.filters |= {"size": size, "percent": percent, "duration": duration}
     return environment
 
 
@@ -214,7 +215,7 @@ def _curves(lines: list[Line], results: list[Line], bound: str) -> Iterator[Draw
     if bound == "none" and lines:
         up, down = _sum_up(lines, "bytes_up"), _sum_up(lines, "bytes_down")
         figure = figures.curves({"up": up, "down": down}, "sent so far", unit="B")
-        sums = f"{figures.size(up[-1][1])} up, {figures.size(down[-1][1])} down"
+        sums = f"{size(up[-1][1])} up, {size(down[-1][1])} down"
         yield _drawn(figure, f"Bytes sent since the start, all clients together: {sums}.")
 
 
@@ -273,12 +274,3 @@ def percent(fraction: float | None) -> str:
         if fraction is None or math.isnan(fraction)
         else f"{100 * fraction:.1f}\N{NO-BREAK SPACE}%"
     )
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
