@@ -68,10 +68,10 @@ def bare_loop(p: Prepared, method: str, steps: int, views: torch.Tensor) -> floa
         if method == "fedsimclr":
             loss = nt_xent(*net(views).chunk(2), p.method.temperature)
         else:
-            y1, y2 = head(net(views)).chunk(2)
+            v1, v2 = views.chunk(2)
             with torch.no_grad():
-                t1, t2 = target(views).chunk(2)
-            loss = byol(y1, t2) + byol(y2, t1)
+                t1, t2 = target(v1), target(v2)
+            loss = byol(head(net(v1)), t2) + byol(head(net(v2)), t1)
         loss.backward()
         optimiser.step()
         if method != "fedsimclr":

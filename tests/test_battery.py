@@ -9,9 +9,9 @@ import torch
 
 from furlong.assemble import Prepared
 from furlong.context import ClientContext, Exchange, Networks
-from furlong.engines.inprocess import Blob, BlobStore, InProcess
+from furlong.engines.inprocess import BlobStore, InProcess
 from furlong.federation import Federation
-from furlong.method import Local, Report
+from furlong.method import Local
 from furlong.methods import METHODS
 from furlong.methods.alone import Alone
 from furlong.payload import flatten, pack, traffic, unpack
@@ -31,7 +31,7 @@ def finish(
         for result in runner.run(federation, transport, state):
             assert not result.failures
             state = result.server
-        clients = {c: bytes(packed) for c, _, packed in transport.store.items()}
+        clients = {c: bytes(packed) for c, packed in transport.store.items()}
     return bytes(pack(state)), clients
 
 
@@ -118,9 +118,9 @@ def test_dropped_clients_and_empty_cohorts(prepared: Any, name: str) -> None:
 
     class Lossy(InProcess):
         def exchange(self, exchange: Exchange, downloads: Any) -> Any:
-            for reply in super().exchange(exchange, downloads):
-                if isinstance(reply, Report) and reply.client != 1:
-                    yield reply
+            for client, reply in super().exchange(exchange, downloads):
+                if client != 1:
+                    yield client, reply
 
     with Lossy(p.method, p.federation, p.setup) as transport:
         results = list(p.server.run(p.federation, transport, server))
@@ -186,12 +186,12 @@ def test_resume_from_any_exchange(prepared: Any, name: str) -> None:
     with InProcess(p.method, p.federation, p.setup) as transport:
         start = p.server.step(p.federation.clients, transport, p.server.init(), first)
         server = unpack(pack(start.server))
-        clients = [(c, bytes(packed)) for c, _, packed in transport.store.items()]
+        clients = [(c, bytes(packed)) for c, packed in transport.store.items()]
     with InProcess(p.method, p.federation, p.setup, workers=2) as transport:
         for client, packed in clients:
-            transport.store.keep(client, Blob.of_bytes(packed))
+            transport.store.put(client, packed)
         *_, last = p.server.run(p.federation, transport, server, first=1)
-        after = {c: bytes(packed) for c, _, packed in transport.store.items()}
+        after = {c: bytes(packed) for c, packed in transport.store.items()}
     assert bytes(pack(last.server)) == whole
     assert after == whole_clients
 

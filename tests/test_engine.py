@@ -96,7 +96,7 @@ def test_states_beyond_the_budget_go_to_disk(tmp_path: Any) -> None:
         store.put(k, data)
     on_disk = list(tmp_path.rglob("*.safetensors"))
     assert len(on_disk) == 3
-    assert {c: bytes(v) for c, _, v in store.items()} == packed
+    assert {c: bytes(v) for c, v in store.items()} == packed
     store.put(0, packed[1])
     assert bytes(store.get(0)) == packed[1]
     store.close()
@@ -137,3 +137,62 @@ def test_impossible_settings(prepared: Any) -> None:
     p = prepared("fedsimclr")
     with pytest.raises(FurlongError, match="at least 1"):
         InProcess(p.method, p.federation, p.setup, 0)
+
+
+def test_an_abandoned_exchange_leaves_nothing_behind(prepared: Any) -> None:
+    """Answers of an exchange that was given up must not reach the next one."""
+    p = prepared("fedu", clients=6)
+    first, second = p.server.exchanges()[:2]
+    downloads = dict.fromkeys(p.federation.clients, p.server.init())
+    with InProcess(p.method, p.federation, p.setup, 2) as transport:
+        given_up = transport.exchange(first, downloads)
+        next(given_up)
+        given_up.close()
+        replies = list(transport.exchange(second, downloads))
+    assert [client for client, _ in replies] == p.federation.clients
+    for client, reply in replies:
+        assert (reply.client, reply.exchange) == (client, second.index)
+
+
+def test_an_idle_worker_that_dies_is_replaced(prepared: Any) -> None:
+    p = prepared("fedsimclr")
+    with InProcess(p.method, p.federation, p.setup, 2) as transport:
+        os.kill(transport._pool[1].process.pid, signal.SIGKILL)
+        transport._pool[1].process.join()
+        result = p.server.step([0], transport, p.server.init(), p.server.exchanges()[0])
+        assert not result.failures
+        again = p.server.step([0, 1, 2], transport, result.server, p.server.exchanges()[1])
+    assert not again.failures
+
+
+def test_many_states_do_not_exhaust_descriptors() -> None:
+    store = BlobStore(budget=1 << 30)
+    store.most = 10
+    for k in range(40):
+        store.put(k, bytes(pack({"t": torch.tensor(k)})))
+    assert sum(blob.fd is not None for blob in store._blobs.values()) <= 10
+    assert len(list(store.items())) == 40
+    store.close()
+
+
+@dataclass(frozen=True)
+class Diverges(FedSimCLR):
+    """Loses its mind once."""
+
+    def local_update(self, state: Any, down: Any, ctx: ClientContext) -> Local[Any, Any]:
+        local = super().local_update(state, down, ctx)
+        if ctx.client == 1 and ctx.exchange.index == 0:
+            next(iter(local.upload.weights.values())).fill_(torch.nan)
+        return Local({"seen": torch.tensor(ctx.exchange.index)}, local.upload, local.metrics)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_diverged_client_keeps_its_old_state(prepared: Any, workers: int) -> None:
+    p = prepared("fedsimclr")
+    method = Diverges(projection_head=p.method.projection_head)
+    server = Server(method, p.setup)
+    with InProcess(method, p.federation, p.setup, workers) as transport:
+        one, two = list(server.run(p.federation, transport, server.init()))
+    assert [f.client for f in one.failures] == [1]
+    assert "diverged" in one.failures[0].reason
+    assert not two.failures

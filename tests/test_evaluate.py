@@ -35,7 +35,7 @@ def test_features_leave_the_encoder_as_it_was() -> None:
     state = {key: value.clone() for key, value in encoder.state_dict().items()}
     flags = [part.training for part in encoder.modules()]
     h = features(encoder, pixels, plain, batch_size=4)
-    assert h.shape == (10, 256)
+    assert h.shape == (10, 192)
     assert h.dtype == torch.float32
     assert not h.requires_grad
     assert [part.training for part in encoder.modules()] == flags

@@ -372,6 +372,7 @@ def test_unlabelled_images_some_of_them_broken(draw: Callable[..., Path]) -> Non
     assert run.summary["images"] == 30
     assert lines(run)[0]["knn"] is None
     about = json.loads((run.folder / "partition.json").read_text())
+    assert len(about.pop("fingerprint")) == 64
     assert about == {"partition": "iid", "clients": 3, "sizes": [10, 10, 10]}
     assert (run.folder / "report.html").exists()
     with pytest.raises(FurlongError, match="no labels"):

@@ -54,6 +54,9 @@ BAD = {
     "other client": replace(GOOD, client=2),
     "nan metric": replace(GOOD, metrics={"loss": float("nan")}),
     "text metric": replace(GOOD, metrics={"loss": "high"}),
+    "huge metric": replace(GOOD, metrics={"loss": 10**400}),
+    "metric with a strange name": replace(GOOD, metrics={"\ud800": 1.0}),
+    "tensor as client": replace(GOOD, client=torch.tensor([1, 2])),
     "metric flood": replace(GOOD, metrics={str(i): 1.0 for i in range(1000)}),
     "no report": "hello",
 }
@@ -68,8 +71,9 @@ def test_bad_report_is_refused(kind: str) -> None:
     assert check(BAD[kind])
 
 
-def test_large_finite_values_are_finite() -> None:
-    assert check(with_weight("a.weight", torch.full((8, 4), 3e38))) is None
+def test_large_finite_values() -> None:
+    assert check(with_weight("a.weight", torch.full((8, 4), 9e9))) is None
+    assert "beyond" in (check(with_weight("a.weight", torch.full((8, 4), 3e38))) or "")
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,11 +107,11 @@ def test_round_goes_on_without_the_refused(prepared: Any, kind: str) -> None:
         bad = True
 
         def exchange(self, exchange: Exchange, downloads: Any) -> Any:
-            for reply in super().exchange(exchange, downloads):
-                if isinstance(reply, Report) and reply.client == 1:
-                    yield from forge(reply) if self.bad else []
+            for client, reply in super().exchange(exchange, downloads):
+                if client == 1:
+                    yield from ((1, bad) for bad in forge(reply) if self.bad)
                 else:
-                    yield reply
+                    yield client, reply
 
     def one(bad: bool) -> Any:
         with Hostile(p.method, p.federation, p.setup) as transport:
@@ -120,5 +124,30 @@ def test_round_goes_on_without_the_refused(prepared: Any, kind: str) -> None:
         assert [f.kind for f in attacked.failures] == ["refused"]
         return
     assert sorted(attacked.metrics) == [0, 2]
-    assert any(f.client in (1, -1) and f.kind == "refused" for f in attacked.failures)
+    assert [(f.client, f.kind) for f in attacked.failures] == [(1, "refused")]
     assert pack(attacked.server) == pack(one(False).server)
+
+
+def test_negative_variance_is_refused() -> None:
+    expected = Model({"bn.running_var": torch.ones(3)})
+    bad = Report(1, 5, 10, Model({"bn.running_var": torch.tensor([1.0, -100.0, 1.0])}), {})
+    assert "negative variance" in (Guard().check(bad, expected, NOW, 1) or "")
+
+
+def test_replies_that_break_the_check_are_refused(prepared: Any) -> None:
+    p = prepared("fedsimclr")
+    deep: Any = 1
+    for _ in range(5000):
+        deep = (deep,)
+
+    class Hostile(InProcess):
+        def exchange(self, exchange: Exchange, downloads: Any) -> Any:
+            for client, reply in super().exchange(exchange, downloads):
+                yield client, replace(reply, upload=deep) if client == 1 else reply
+
+    with Hostile(p.method, p.federation, p.setup) as transport:
+        result = p.server.step(
+            p.federation.clients, transport, p.server.init(), p.server.exchanges()[0]
+        )
+    assert sorted(result.metrics) == [0, 2]
+    assert result.failures[0].client == 1

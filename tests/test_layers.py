@@ -27,21 +27,8 @@ FEDERATION = {
     "cli",
     "demo",
 }
-LEAVES = {"losses", "clustering", "weights", "payload", "nets", "metrics"} | {
-    "errors",
-    "figures",
-    "words",
-}
-    "losses",
-    "clustering",
-    "weights",
-    "payload",
-    "nets",
-    "metrics",
-    "errors",
-    "figures",
-    "words",
-}
+LEAVES = {"losses", "clustering", "weights", "payload", "nets", "metrics"}
+LEAVES |= {"errors", "figures", "words"}
 
 
 def name_of(path: Path) -> str:

@@ -189,3 +189,10 @@ def test_replace_and_split() -> None:
     kept, removed = split_weights(value, lambda name: name == "n")
     assert list(kept.weights) == ["a.weight", "half"]
     assert removed.keys() == {"weights/n"}
+
+
+def test_colliding_paths_are_refused() -> None:
+    with pytest.raises(ValueError, match="two tensors"):
+        pack({1: (torch.zeros(1),), "1": (torch.ones(1),)})
+    numbered = {1: torch.zeros(1), 2: torch.ones(1)}
+    assert same(unpack(pack(numbered)), numbered)

@@ -302,3 +302,27 @@ def test_frozen_parameters_are_left_out() -> None:
     net.bias.requires_grad_(False)
     optimiser = Optimiser(net.parameters(), OptimiserSettings(), 0.1)
     assert len(optimiser.torch.param_groups[0]["params"]) == 1
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_moments_survive_packing_in_any_layout(name: Any) -> None:
+    """Fused kernels pair elements by memory offset: the layout must come back with the values."""
+    from furlong.context import Optimiser, OptimiserSettings
+    from furlong.payload import pack, unpack
+
+    def train(through_bytes: bool) -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            net = torch.nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+            batches = [torch.randn(2, 3, 8, 8) for _ in range(6)]
+        settings = OptimiserSettings(name=name)
+        optimiser = Optimiser(net.parameters(), settings, 0.1)
+        for step, batch in enumerate(batches):
+            if step == 3 and through_bytes:
+                moments = unpack(pack(optimiser.moments()))
+                optimiser = Optimiser(net.parameters(), settings, 0.1)
+                optimiser.set_moments(moments)
+            optimiser.step(net(batch).square().mean())
+        return net.weight.detach().clone()
+
+    assert torch.equal(train(True), train(False))

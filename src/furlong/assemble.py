@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from furlong.guard import Guard
 from furlong.method import Method
 from furlong.methods.alone import Alone
 from furlong.metrics import beta_cib, beta_hetero
-from furlong.nets import build_encoder, out_dim
-from furlong.rounds import Server, seeded, shuffled
+from furlong.nets import build_encoder, evaluating, out_dim
+from furlong.rounds import Server, seeded, shuffled, threads
 from furlong.weights import recalibrate
 
 HOLDOUT = 0.1  # of a labelled set that has no test split
@@ -61,14 +62,13 @@ class Prepared:
     def encoders(self, state: Any) -> dict[str, nn.Module]:
         """Whose encoder -> encoder, ready for evaluation."""
         ctx = self.server.context(Exchange(round=self.setup.rounds))
-        with seeded(self.setup.device, self.setup.seed, "encoder"):
+        with threads(), seeded(self.setup.device, self.setup.seed, "encoder"):
             if isinstance(self.method, Alone):
                 every = self.method.encoders(state, ctx)
                 found = {f"client {k} alone": encoder for k, encoder in every.items()}
             else:
                 found = {who(self.config): self.method.encoder(state, ctx)}
-        for encoder in found.values():
-            if self.method.bn_stats == "recalibrate":
+            for encoder in found.values() if self.method.bn_stats == "recalibrate" else ():
                 rows = shuffled(len(self.train), self.setup.seed, "recalibrate")
                 pixels = self.train.pixels[rows[: self.config.evaluate.monitor_images]]
                 batches = map(self.setup.augment.plain, torch.split(pixels, 500))
@@ -118,6 +118,12 @@ def load_data(settings: Config) -> tuple[ImageSet, ImageSet | None, list[str]]:
     return train, test, notes
 
 
+def _absolute(name: str) -> str:
+    """``folder:PATH`` so that a run can be resumed from another working directory."""
+    kind, colon, path = name.partition(":")
+    return f"{kind}:{Path(path).resolve()}" if colon else name
+
+
 def split_data(settings: Config, train: ImageSet) -> Partition:
     """Who gets which images."""
     d = settings.data
@@ -141,11 +147,26 @@ def pick_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps", "xpu"):
+            raise RuntimeError("it does not compute")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise FurlongError(f"--device {name} cannot be used: {reason}. Try auto or cpu.") from None
     return device
+
+
+def _try_encoder(encoder: nn.Module, name: str, channels: int, size: int) -> None:
+    """Find out before anything is trained whether the encoder takes the images."""
+    try:
+        with evaluating(encoder):
+            encoder(torch.zeros(2, channels, size, size))
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise FurlongError(
+            f"encoder {name} cannot take {channels}×{size}×{size} images ({reason}). Give a larger "
+            "--data.image-size or another --encoder."
+        ) from None
 
 
 def prepare(settings: Config) -> Prepared:
@@ -165,6 +186,11 @@ def prepare(settings: Config) -> Prepared:
         method = Alone(method)
     if method.needs_labels and train.labels is None:
         raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
+    if method.bn_stats == "local":
+        notes.append(
+            "bn_stats = local: BatchNorm statistics stay on the clients, so the evaluated and "
+            "saved encoder has the initial ones (mean 0, variance 1)"
+        )
     public = None
     if settings.data.public:
         shown = data.load(settings.data.public, "train", image_size=height, seed=settings.run.seed)
@@ -180,6 +206,7 @@ def prepare(settings: Config) -> Prepared:
         name = "shapes" if settings.data.name == "shapes" else "fedu"
     with torch.random.fork_rng(devices=[]):
         encoder = build_encoder(settings.model.encoder, train.channels, height)
+        _try_encoder(encoder, settings.model.encoder, train.channels, height)
     setup = Setup(
         encoder=settings.model.encoder,
         width=out_dim(encoder, train.channels, height),
@@ -195,11 +222,26 @@ def prepare(settings: Config) -> Prepared:
         device=device,
     )
     settings = replace(
-        settings, data=replace(settings.data, augment=name, clients=len(split.indices))
+        settings,
+        data=replace(
+            settings.data,
+            name=_absolute(settings.data.name),
+            augment=name,
+            clients=len(split.indices),
+        ),
     )
     guard = Guard(sizes=federation.sizes)
     server = Server(method, setup, public, settings.train.fraction, guard)
     return Prepared(settings, method, train, test, split, federation, server, notes)
+
+
+def fingerprint(train: ImageSet, split: Partition) -> str:
+    """A digest of the split, the labels and a sample of the images: are these the same data?"""
+    digest = hashlib.sha256(str(tuple(train.pixels.shape)).encode())
+    sample = torch.linspace(0, len(train) - 1, min(256, len(train))).long()
+    for tensor in (*split.indices, train.labels, train.pixels[sample]):
+        digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def describe_partition(train: ImageSet, split: Partition) -> dict[str, Any]:
@@ -208,6 +250,7 @@ def describe_partition(train: ImageSet, split: Partition) -> dict[str, Any]:
         "partition": split.name,
         "clients": len(split.indices),
         "sizes": [len(rows) for rows in split.indices],
+        "fingerprint": fingerprint(train, split),
     }
     if train.labels is not None:
         counts = split.class_counts(train.labels, train.n_classes)

@@ -21,6 +21,15 @@ from furlong.payload import PayloadError, pack, unpack
 
 KEEP = 2
 _FOLDER = "checkpoints"
+_DAMAGE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    PayloadError,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class Checkpoint:
 
     done: int
     server: Any
-    clients: dict[int, tuple[int, bytes]]  # client -> (exchange of its last change, packed state)
+    clients: dict[int, bytes]  # packed states
     counters: dict[str, float]
     notes: list[str] = field(default_factory=list)  # damaged checkpoints that were passed over
 
@@ -38,7 +47,7 @@ def save(
     run: Path,
     done: int,
     server: Any,
-    clients: Iterable[tuple[int, int, Any]],
+    clients: Iterable[tuple[int, Any]],
     counters: dict[str, float],
 ) -> Path:
     """Write the checkpoint of ``done`` exchanges and drop all but the newest two."""
@@ -49,15 +58,9 @@ def save(
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir()
         files = {"server.safetensors": _write(draft / "server.safetensors", pack(server))}
-        before = _newest(folder)
-        for client, version, packed in clients:
-            name = f"client-{client:05d}-{version:06d}.safetensors"
-            known = before.get(name)
-            if known is not None:  # unchanged since the last checkpoint: the same bytes on disk
-                os.link(known[0] / name, draft / name)
-                files[name] = known[1]
-            else:
-                files[name] = _write(draft / name, packed)
+        for client, packed in clients:
+            name = f"client-{client:05d}.safetensors"
+            files[name] = _write(draft / name, packed)
         manifest = {"done": done, "counters": counters, "files": files}
         manifest["digest"] = _digest(manifest)
         _write(draft / "manifest.json", json.dumps(manifest, indent=1).encode())
@@ -88,7 +91,7 @@ def load(run: Path) -> Checkpoint | None:
     for path in sorted((p for p in folder.iterdir() if p.name.isdigit()), reverse=True):
         try:
             return _read(path, notes)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, PayloadError) as error:
+        except _DAMAGE as error:
             notes.append(
                 f"checkpoint {path.name} is damaged ({error}); going back to the one before"
             )
@@ -103,27 +106,18 @@ def _read(path: Path, notes: list[str]) -> Checkpoint:
         raise ValueError("manifest.json does not match its digest")
     contents: dict[str, bytearray] = {}
     for name, known in manifest["files"].items():
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is not the name of a file")
         data = bytearray((path / name).read_bytes())
         if len(data) != known["bytes"] or hashlib.sha256(data).hexdigest() != known["sha256"]:
             raise ValueError(f"{name} does not match its SHA-256")
         contents[name] = data
     server = unpack(contents.pop("server.safetensors"))
-    clients: dict[int, tuple[int, bytes]] = {}
-    for name, data in contents.items():
-        _, client, version = name.removesuffix(".safetensors").split("-")
-        clients[int(client)] = (int(version), bytes(data))
+    clients = {
+        int(name.removeprefix("client-").removesuffix(".safetensors")): bytes(data)
+        for name, data in contents.items()
+    }
     return Checkpoint(manifest["done"], server, clients, manifest["counters"], list(notes))
-
-
-def _newest(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Files of the newest checkpoint whose manifest can be read: name -> (folder, digest)."""
-    for path in sorted((p for p in folder.iterdir() if p.name.isdigit()), reverse=True):
-        try:
-            files = json.loads((path / "manifest.json").read_bytes())["files"]
-        except (OSError, ValueError, KeyError):
-            continue
-        return {name: (path, known) for name, known in files.items()}
-    return {}
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -515,11 +515,14 @@ def main(arguments: list[str] | None = None) -> None:
     except FurlongError as error:
         err.print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(141)
+    except OSError as error:
+        err.print(f"error: {error}. What was saved stays; 'furlong resume RUN' goes on.")
+        sys.exit(2)
     except KeyboardInterrupt:
         err.print("interrupted. 'furlong resume RUN' goes on after the last checkpoint.")
         sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(141)
 
 
 if __name__ == "__main__":

@@ -278,6 +278,8 @@ def _check(config: Config) -> None:
     ):
         if value < low:
             raise FurlongError(f"{name} is {value}; it must be at least {low}")
+    if not 0 <= run.seed < 2**63:
+        raise FurlongError(f"run.seed is {run.seed}; it must be at least 0 and below 2**63")
     if not 0 < train.fraction <= 1:
         raise FurlongError(f"train.fraction is {train.fraction}; it must be above 0 and at most 1")
     for name, number in (

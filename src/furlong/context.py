@@ -133,11 +133,13 @@ class Optimiser:
 
     def set_moments(self, moments: Weights) -> None:
         """Go on from :meth:`moments` of an earlier round."""
-        saved = self.torch.state_dict()
+        parameters = [p for group in self.torch.param_groups for p in group["params"]]
         for path, value in moments.items():
             index, name = path.split("/")
-            saved["state"].setdefault(int(index), {})[name] = value.clone()
-        self.torch.load_state_dict(saved)
+            parameter = parameters[int(index)]
+            # fused kernels pair elements by memory offset: a moment needs its parameter's layout
+            own = torch.empty_like(parameter) if value.dim() else torch.empty_like(value)
+            self.torch.state[parameter][name] = own.copy_(value)
 
 
 class Networks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import furlong
 from furlong import checkpoint, config, report
 from furlong.assemble import Prepared, describe_partition, prepare, who
 from furlong.config import Config
-from furlong.engines.inprocess import Blob
+from furlong.engines.inprocess import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluate import features, knn, linear_probe
 from furlong.payload import Traffic, pack
@@ -98,8 +99,8 @@ class Evaluator:
             assert images is not None
             assert images.labels is not None
             rows = shuffled(len(images), setup.seed, "monitor")[:limit]
-            pixels = images.pixels[rows]
-            found += [features(encoder.to(setup.device), pixels, setup.augment.plain)]
+            batches = (images.pixels[part] for part in torch.split(rows, 512))
+            found += [features(encoder.to(setup.device), batches, setup.augment.plain)]
             found += [images.labels[rows]]
         return found[0], found[1], found[2], found[3]
 
@@ -121,7 +122,11 @@ def run(
     settings = config.with_out(settings, out)
     folder = RunFolder.create(out)
     with folder.locked():
-        prepared = prepare(settings)
+        try:
+            prepared = prepare(settings)
+        except BaseException:
+            folder.discard()
+            raise
         folder.write("partition.json", describe_partition(prepared.train, prepared.split))
         folder.write("config.toml", prepared.config.toml())
         return _go(prepared, folder, None, show, say or (lambda _: None))
@@ -135,7 +140,7 @@ def resume(
 ) -> Run:
     """Go on with an interrupted run: the result has the same bits as without interruption.
 
-    Only what does not change the result can be given anew: ``workers`` and ``device``.
+    Only ``workers`` and ``device`` can be given anew (another device rounds differently).
     """
     path = Path(run_folder)
     for name in overrides or {}:
@@ -155,7 +160,15 @@ def resume(
         done = saved.done if saved else 0
         say(f"going on after exchange {done}" if done else "no checkpoint yet: starting anew")
         folder.keep_lines(done)
-        return _go(prepare(settings), folder, saved, show, say)
+        for left in path.glob(f"{SPILL}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        prepared = prepare(settings)
+        if folder.read("partition.json") != describe_partition(prepared.train, prepared.split):
+            raise FurlongError(
+                f"the images are not those that {path} began with: see its partition.json. Put "
+                "them back, or start a new run."
+            )
+        return _go(prepared, folder, saved, show, say)
 
 
 def _go(
@@ -175,8 +188,8 @@ def _go(
     with prepared.transport() as transport, _Board(folder.path) as board:
         if saved is not None:
             state, done, counters = saved.server, saved.done, dict(saved.counters)
-            for client, (version, packed) in saved.clients.items():
-                transport.store.keep(client, Blob.of_bytes(packed), version)
+            for client, packed in saved.clients.items():
+                transport.store.put(client, packed)
         knn_every = prepared.config.evaluate.knn_every or max(1, prepared.setup.rounds // 20)
         for result in server.run(prepared.federation, transport, state, done):
             state, done = result.server, result.exchange.index + 1
@@ -186,8 +199,7 @@ def _go(
             _count(counters, result)
             score = None
             if evaluator.possible and (last or (result.exchange.round + 1) % knn_every == 0):
-                scores = [evaluator.monitor(e) for e in prepared.encoders(state).values()]
-                score = sum(scores) / len(scores)
+                score = _monitor(evaluator, prepared.encoders(state), say)
             line = _line(result, score)
             folder.append(line)
             board.add(line)
@@ -217,6 +229,18 @@ def _go(
     folder.write("summary.json", summary)
     report.build(folder.path)
     return Run(folder.path, summary)
+
+
+def _monitor(
+    evaluator: Evaluator, encoders: Mapping[str, nn.Module], say: Callable[[str], None]
+) -> float | None:
+    """Mean kNN accuracy of the encoders; an encoder that cannot be measured must not end a run."""
+    try:
+        scores = [evaluator.monitor(encoder) for encoder in encoders.values()]
+    except FurlongError as error:
+        say(f"the kNN monitor failed: {error}")
+        return None
+    return sum(scores) / len(scores)
 
 
 def _results(evaluator: Evaluator, encoders: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
@@ -262,10 +286,10 @@ def _line(result: ExchangeResult[Any], score: float | None) -> dict[str, Any]:
     }
     images = sum(m.get("images", 0.0) for m in result.metrics.values())
     return {
+        **means,  # first: what a client calls its metrics must not replace what we say
         "exchange": result.exchange.index,
         "round": result.exchange.round,
         "kind": result.exchange.kind,
-        **means,
         "knn": score,
         "seconds": round(result.seconds, 4),
         "images_per_second": round(images / max(result.seconds, 1e-9), 1),
@@ -357,8 +381,10 @@ class _Board:
 def evaluate(folder: Path, settings: Config) -> list[dict[str, Any]]:
     """The protocols on a finished run's encoder."""
     encoder = load_encoder(folder)
-    prepared = prepare(settings)
-    about = RunFolder(folder).read("encoder.json")
+    # measuring needs no clients, so no partition can be impossible
+    unsplit = replace(settings.data, partition="iid", clients=1)
+    prepared = prepare(replace(settings, data=unsplit, run=replace(settings.run, bound="none")))
+    about = RunFolder(folder).read("encoder.json") or {}
     if (prepared.setup.channels, prepared.setup.image_size) != (
         about["channels"],
         about["image_size"],

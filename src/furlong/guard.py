@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from furlong.context import Exchange
 from furlong.method import Report
 from furlong.payload import flatten
+
+_METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Guard:
 
     max_examples: int = 1_000_000_000
     max_metrics: int = 64
+    max_value: float = 1e10  # squares of such numbers are still finite
     sizes: Mapping[int, int] = field(default_factory=dict)  # what clients are known to hold
 
     def check(self, report: Any, expected: Any, exchange: Exchange, client: int) -> str | None:
@@ -39,14 +44,27 @@ class Guard:
         if not isinstance(metrics, dict) or len(metrics) > self.max_metrics:
             return f"metrics are not a dict of at most {self.max_metrics} numbers"
         for name, value in metrics.items():
-            if not isinstance(name, str) or type(value) not in (int, float):
+            if not isinstance(name, str) or not _METRIC.fullmatch(name):
+                return "a metric's name is not a short word"
+            if type(value) not in (int, float):
                 return f"metric {name!r} is not a number"
-            if not math.isfinite(value):
+            if not -(2.0**1000) < value < 2.0**1000:
                 return f"metric {name!r} is {value}"
         return None
 
-    @staticmethod
-    def _upload(upload: Any, expected: Any) -> str | None:
+    def _values(self, name: str, tensor: Tensor) -> str | None:
+        if not tensor.is_floating_point() or not tensor.numel():
+            return None
+        low, high = (float(v) for v in torch.aminmax(tensor.detach()))  # NaN goes through
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return f"{name} holds NaN or infinity"
+        if max(-low, high) > self.max_value:
+            return f"{name} holds a value beyond ±{self.max_value:g}"
+        if name.endswith("running_var") and low < 0:
+            return f"{name} holds a negative variance"
+        return None
+
+    def _upload(self, upload: Any, expected: Any) -> str | None:
         got, got_tree = flatten(upload)
         want, want_tree = flatten(expected)
         if got.keys() != want.keys():
@@ -59,9 +77,8 @@ class Guard:
                 return f"{name} has shape {tuple(tensor.shape)}, not {tuple(want[name].shape)}"
             if tensor.dtype != want[name].dtype:
                 return f"{name} has dtype {tensor.dtype}, not {want[name].dtype}"
-            # one pass, nothing allocated; the float64 sum of finite float32 values is finite
-            if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
-                return f"{name} holds NaN or infinity"
+            if reason := self._values(name, tensor):
+                return reason
         return _differs(got_tree, want_tree)
 
 

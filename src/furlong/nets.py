@@ -277,16 +277,15 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """The module in a user's file; the same file is run once, another of that name replaces it."""
+    name, place = f"furlong_user_{path.stem}", str(path.resolve())
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == place:
+        return known
+    spec = importlib.util.spec_from_file_location(name, place)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
-    name = spec.name
-    if name in sys.modules:  # the same file again, or a name that is taken
-        if getattr(sys.modules[name], "__file__", None) == str(path.resolve()):
-            return sys.modules[name]
-        raise ImportError(f"another module is called {name!r} already; rename the file")
     module = importlib.util.module_from_spec(spec)
-    module.__file__ = str(path.resolve())
     sys.modules[name] = module  # dataclasses look their annotations up there
     try:
         spec.loader.exec_module(module)

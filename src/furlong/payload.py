@@ -64,6 +64,8 @@ def flatten(value: Any) -> tuple[dict[str, Tensor], Any]:
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
+        if path in tensors:
+            raise ValueError(f"two tensors would be called {path!r}")
         tensors[path] = value
         return {"tensor": path}
     if value is None or isinstance(value, bool | int | str):
@@ -80,8 +82,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         }
         return {"payload": name, "fields": items}
     if isinstance(value, dict):
-        if value and all(isinstance(v, Tensor) for v in value.values()):
-            tensors.update({f"{below}{k}": v for k, v in value.items()})
+        if value and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()):
+            for key, tensor in value.items():
+                _encode(tensor, f"{below}{key}", tensors)
             return {"weights": path, "names": list(value)}
         pairs = [[k, _encode(v, f"{below}{k}", tensors)] for k, v in value.items()]
         return {"dict": pairs}
@@ -225,8 +228,10 @@ def unpack_tensors(buffer: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         if count:
             flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin)
             tensors[name] = flat.view(shape)
-        else:
+        elif max(shape) < 2**31:
             tensors[name] = torch.empty(shape, dtype=dtype)
+        else:
+            raise PayloadError(f"tensor {name!r} is empty and yet has shape {shape}")
     if covered != room:
         raise PayloadError(f"{room - covered} bytes behind the last tensor")
     return tensors, metadata

@@ -34,6 +34,7 @@ from furlong.payload import (
     traffic,
     unpack,
 )
+from furlong.weights import first_nonfinite
 
 S = TypeVar("S")
 C = TypeVar("C")
@@ -55,8 +56,11 @@ class Transport(Protocol):
 
     def exchange(
         self, exchange: Exchange, downloads: Mapping[int, Any]
-    ) -> Iterable[Report[Any] | Failure]:
-        """Run ``run_client`` for every client in ``downloads``, wherever the client is."""
+    ) -> Iterable[tuple[int, Report[Any] | Failure]]:
+        """Run ``run_client`` for every client in ``downloads``, wherever the client is.
+
+        Yields the client that was asked, as the engine knows it, and what it answered.
+        """
 
 
 class ClientStore(Protocol):
@@ -155,8 +159,12 @@ def run_client(
         if method.bn_stats == "local":
             upload, stats = split_weights(upload, is_buffer)
         moments = tuple(o.moments() for o in ctx.optimisers) if setup.optimiser.persist else ()
+    kept = Kept(local.state, stats, moments)
+    bad = first_nonfinite((upload, kept))
+    if bad is not None:  # what the client keeps must stay fit for the next round
+        raise ValueError(f"training diverged: {bad} holds NaN or infinity")
     if local.state is not None or stats or moments:
-        store.put(ctx.client, pack(Kept(local.state, stats, moments)))
+        store.put(ctx.client, pack(kept))
     metrics = {**local.metrics, "images": float(ctx.images_seen)}
     return Report(ctx.client, ctx.exchange.index, len(ctx.data), upload, metrics)
 
@@ -193,10 +201,14 @@ class Server(Generic[S, D, U]):
         self, federation: Federation, transport: Transport, state: S, first: int = 0
     ) -> Iterator[ExchangeResult[S]]:
         """Carry out the exchanges from number ``first`` on, yielding after each."""
+        heard = first > 0
         for exchange in self.exchanges()[first:]:
             result = self.step(federation.clients, transport, state, exchange)
             state = result.server
+            heard = heard or bool(result.metrics)
             yield result
+        if not heard:
+            raise FurlongError("no client ever answered: nothing has been learnt.")
 
     def step(
         self, clients: list[int], transport: Transport, state: S, exchange: Exchange
@@ -237,7 +249,7 @@ class _Downloads(Mapping[int, D], Generic[S, D]):
     def __getitem__(self, client: int) -> D:
         setup = self._ctx.setup
         where = (setup.seed, "download", self._ctx.exchange.index, client)
-        with seeded(setup.device, *where):
+        with threads(), seeded(setup.device, *where):
             down = self._method.download(self._state, client, self._ctx)
         if self._last is None or self._last[0] is not down:  # most methods send all the same
             self._last = (down, traffic(down))
@@ -265,42 +277,43 @@ class _Gate(Generic[S, U]):
         self.examples: dict[int, int] = {}
         self.received = Traffic()
 
-    def admit(self, replies: Iterable[Report[U] | Failure]) -> Iterator[Report[U]]:
+    def admit(self, replies: Iterable[tuple[int, Report[U] | Failure]]) -> Iterator[Report[U]]:
         """The reports that pass the guard."""
-        for reply in replies:
+        for client, reply in replies:
+            if client not in self._waiting:  # duplicates, and clients nobody asked
+                self.failures.append(Failure(client, "refused", "an answer nobody asked for"))
+                continue
+            self._waiting.remove(client)
             if isinstance(reply, Failure):
-                self._answered(reply.client)
                 self.failures.append(reply)
                 continue
-            client = reply.client if isinstance(reply, Report) else None
-            if client not in self._waiting:  # duplicates, and clients nobody asked
-                self.failures.append(Failure(-1, "refused", f"unasked answer from {client!r}"))
-                continue
-            self._answered(client)
-            self.received += traffic(reply)
-            reason = self._server.guard.check(reply, self._expected(client), self._exchange, client)
+            reason = self._refuse(client, reply)
             if reason is None:
+                self.received += traffic(reply)
                 self.metrics[client] = reply.metrics
                 self.examples[client] = reply.examples
                 yield reply
             else:
                 self.failures.append(Failure(client, "refused", reason))
 
+    def _refuse(self, client: int, reply: Report[U]) -> str | None:
+        try:
+            expected = self._expected(client)
+            return self._server.guard.check(reply, expected, self._exchange, client)
+        except Exception as error:  # a hostile reply must not end the run
+            return f"cannot be checked ({type(error).__name__})"
+
     def finish(self, replies: Iterator[Report[U]]) -> None:
         """Drain what the method left, name the silent, and stop when nobody could train."""
         for _ in replies:
             pass
         self.failures += [Failure(c, "lost", "no answer") for c in self._waiting]
-        if not self.metrics and any(f.kind == "raised" for f in self.failures):
+        if not self.metrics and any(f.kind != "lost" for f in self.failures):
             reasons = "; ".join(f"client {f.client}: {f.reason}" for f in self.failures[:3])
             raise FurlongError(
                 f"no client could do its part of exchange {self._exchange.index} "
                 f"(round {self._exchange.round}): {reasons}"
             )
-
-    def _answered(self, client: int) -> None:
-        if client in self._waiting:
-            self._waiting.remove(client)
 
     def _expected(self, client: int) -> U:
         method = self._server.method

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,12 @@ class RunFolder:
                 raise FurlongError(f"another process is working in {self.path}.") from None
             yield
 
+    def discard(self) -> None:
+        """Remove a folder in which nothing has been written yet."""
+        (self.path / ".lock").unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()
+
     def write(self, name: str, value: Any) -> None:
         """Write a text or JSON file atomically."""
         text = value if isinstance(value, str) else json.dumps(value, indent=1) + "\n"
@@ -73,13 +79,18 @@ class RunFolder:
         except OSError as error:
             raise FurlongError(f"cannot write {self.path / name}: {error.strerror}") from None
 
-    def read(self, name: str) -> Any:
-        """A JSON file, or ``None`` if it is not there."""
+    def read(self, name: str) -> dict[str, Any] | None:
+        """A JSON object, or ``None`` if the file is not there."""
         path = self.path / name
+        if not path.exists():
+            return None
         try:
-            return json.loads(path.read_text()) if path.exists() else None
-        except (OSError, ValueError) as error:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError, RecursionError) as error:
             raise FurlongError(f"cannot read {path}: {error}") from None
+        if not isinstance(found, dict):
+            raise FurlongError(f"{path} does not hold what furlong wrote.")
+        return found
 
     def append(self, line: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -92,8 +103,9 @@ class RunFolder:
         found: list[dict[str, Any]] = []
         for text in path.read_text().splitlines() if path.exists() else []:
             try:
-                found.append(json.loads(text))
-            except ValueError:
+                line = json.loads(text)
+                found.append(dict(line, exchange=int(line["exchange"])))
+            except (ValueError, TypeError, KeyError):
                 break
         return found
 
@@ -112,7 +124,8 @@ class RunFolder:
 def load_encoder(run: str | os.PathLike[str]) -> nn.Module:
     """The encoder of a finished run, in eval mode: float images B×C×H×W in, h B×d out.
 
-    Its attribute ``transform`` turns uint8 images B×C×H×W into what it expects.
+    Its attribute ``transform`` turns uint8 images B×C×H×W into what it expects. An encoder of your
+    own (``file.py:factory``) is imported as encoder.json says: open only folders you trust.
     """
     folder = RunFolder(Path(run))
     about = folder.read("encoder.json")
@@ -122,10 +135,15 @@ def load_encoder(run: str | os.PathLike[str]) -> nn.Module:
             f"{folder.path} has no encoder yet. Is it a run folder, and has the run finished? "
             f"'furlong resume {folder.path}' goes on with an interrupted one."
         )
-    encoder = build_encoder(about["encoder"], about["channels"], about["image_size"])
+    try:
+        name, channels, size = about["encoder"], about["channels"], about["image_size"]
+        transform = preset(about["augment"], size).plain
+    except KeyError as error:
+        raise FurlongError(f"{folder.path / 'encoder.json'} lacks {error}.") from None
+    encoder = build_encoder(name, channels, size)
     try:
         restore(encoder, unpack_tensors(bytearray(path.read_bytes()))[0])
     except (PayloadError, ValueError) as error:
         raise FurlongError(f"{path} does not hold a {about['encoder']}: {error}") from None
-    encoder.transform = preset(about["augment"], about["image_size"]).plain  # type: ignore[assignment]
+    encoder.transform = transform  # type: ignore[assignment]
     return encoder.eval()

@@ -58,17 +58,27 @@ def ema_(target: nn.Module, online: nn.Module, decay: float) -> None:
 def mean_conv_l2(a: Weights, b: Weights) -> float:
     """Mean over the convolution weights of their L2 distance (EasyFL's divergence).
 
-    Like EasyFL it takes the names that hold "conv" and "weight": 17 tensors of a ResNet-18.
+    Like EasyFL it takes the names that hold "conv" and "weight": 17 tensors of a ResNet-18. An
+    encoder without such names is measured by its four-dimensional weights.
     """
     names = [name for name in a if "conv" in name and "weight" in name]
-    if not names:
-        raise ValueError("mean_conv_l2 needs weights with 'conv' in their name; use 'sq_l2'")
+    if not names:  # an encoder with other names: its convolutions, or all its matrices
+        names = [n for n in a if a[n].dim() == 4] or [n for n in a if a[n].dim() >= 2]
     return sum(float(torch.linalg.vector_norm(a[n] - b[n])) for n in names) / len(names)
 
 
 def sq_l2(a: Weights, b: Weights) -> float:
     """Squared L2 distance over all parameters (the paper's divergence)."""
     return sum(float((a[n] - b[n]).square().sum()) for n in a if not is_buffer(n))
+
+
+def first_nonfinite(value: Any) -> str | None:
+    """The path of a tensor in ``value`` that holds NaN or infinity, or ``None``."""
+    for path, tensor in flatten(value)[0].items():
+        # one pass, nothing allocated; the float64 sum of finite float32 values is finite
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            return path
+    return None
 
 
 DIVERGENCES = {"mean_conv_l2": mean_conv_l2, "sq_l2": sq_l2}

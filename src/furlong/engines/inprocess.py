@@ -12,6 +12,7 @@ import ctypes
 import json
 import mmap
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -36,6 +37,7 @@ from furlong.rounds import Failure, run_client
 
 _FORK = sys.platform == "linux" and hasattr(socket, "send_fds") and hasattr(os, "memfd_create")
 _MESSAGE = 60_000
+SPILL = ".clients-"  # folders of client states that exceed the memory budget
 
 
 def default_workers(device: torch.device) -> int:
@@ -129,11 +131,15 @@ def _anonymous(size: int) -> int:
 
 
 class BlobStore:
-    """Client states in memory up to a budget, the least recently used ones on disk beyond it."""
+    """Client states in memory up to a budget, the least recently used ones on disk beyond it.
+
+    A state in memory needs a file descriptor, so their number is limited too.
+    """
 
     def __init__(self, budget: int, folder: Path | None = None) -> None:
         self.budget = budget
-        self.versions: dict[int, int] = {}
+        self.most = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._spilled = 0
         self._blobs: OrderedDict[int, Blob] = OrderedDict()
         self._folder = folder
         self._own: tempfile.TemporaryDirectory[str] | None = None
@@ -151,24 +157,24 @@ class BlobStore:
         """Keep packed bytes."""
         self.keep(client, Blob.of_bytes(packed))
 
-    def keep(self, client: int, blob: Blob, version: int = -1) -> None:
+    def keep(self, client: int, blob: Blob) -> None:
         """Keep a blob, and spill others if the budget is exceeded."""
         if old := self._blobs.pop(client, None):
             old.close()
         self._blobs[client] = blob
-        self.versions[client] = version
-        in_memory = sum(b.size for b in self._blobs.values() if b.fd is not None)
-        for name, held in self._blobs.items():
-            if in_memory <= self.budget:
+        held = [b for b in self._blobs.values() if b.fd is not None]
+        in_memory = sum(b.size for b in held)
+        for count, other in enumerate(held):
+            if in_memory <= self.budget and len(held) - count <= self.most:
                 break
-            if held.fd is not None:
-                held.spill(self._spill_folder() / f"client-{name}-{version}.safetensors")
-                in_memory -= held.size
+            self._spilled += 1
+            other.spill(self._spill_folder() / f"{self._spilled}.safetensors")
+            in_memory -= other.size
 
-    def items(self) -> Iterator[tuple[int, int, Any]]:
-        """(client, version, packed state) of every client that has one."""
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """(client, packed state) of every client that has one."""
         for client in sorted(self._blobs):
-            yield client, self.versions[client], self._blobs[client].map()
+            yield client, self._blobs[client].map()
 
     def close(self) -> None:
         """Drop everything."""
@@ -181,7 +187,7 @@ class BlobStore:
 
     def _spill_folder(self) -> Path:
         if self._own is None:
-            self._own = tempfile.TemporaryDirectory(prefix="furlong-clients-", dir=self._folder)
+            self._own = tempfile.TemporaryDirectory(prefix=SPILL, dir=self._folder)
         return Path(self._own.name)
 
 
@@ -234,8 +240,8 @@ class InProcess:
 
     def exchange(
         self, exchange: Exchange, downloads: Mapping[int, Any]
-    ) -> Iterator[Report[Any] | Failure]:
-        """Reports and failures in client order."""
+    ) -> Iterator[tuple[int, Report[Any] | Failure]]:
+        """Who was asked and what came back, in client order."""
         if self._pool:
             yield from self._in_workers(exchange, downloads)
             return
@@ -243,60 +249,82 @@ class InProcess:
             try:
                 slot = _OneState(self.store.get(client))
                 report = self.client(downloads[client], exchange, client, slot)
+                packed = pack(report)  # as it would travel: what cannot be sent is not accepted
             except Exception as error:
-                yield Failure(client, "raised", _describe(error))
+                yield client, Failure(client, "raised", _describe(error))
                 continue
             if slot.put_bytes is not None:
-                self.store.keep(client, Blob.of_bytes(slot.put_bytes), exchange.index)
-            yield report
+                self.store.put(client, slot.put_bytes)
+            yield client, unpack(packed)
 
     def _in_workers(
         self, exchange: Exchange, downloads: Mapping[int, Any]
-    ) -> Iterator[Report[Any] | Failure]:
+    ) -> Iterator[tuple[int, Report[Any] | Failure]]:
         waiting = list(downloads)
-        order, done = list(waiting), dict[int, tuple[Blob, Blob | None] | Failure]()
-        sent = _Sent()
-        idle = list(self._pool)
+        done: dict[int, tuple[Blob, Blob | None] | Failure] = {}
+        sent, idle = _Sent(), list(self._pool)
         busy: dict[_Worker, int] = {}
-        with selectors.DefaultSelector() as selector:
-            for worker in self._pool:
-                selector.register(worker.socket, selectors.EVENT_READ, worker)
-            for next_out in order:
-                while next_out not in done:
-                    # not more than two rounds ahead of the aggregation: memory stays bounded
+        try:
+            for client in list(waiting):
+                while client not in done:
+                    # only a few clients ahead of the aggregation: memory stays bounded
                     while idle and waiting and len(done) + len(busy) < 3 * len(self._pool):
-                        client = waiting.pop(0)
-                        worker = idle.pop(0)
-                        blob = sent.blob(downloads[client])
-                        worker.send(exchange, client, blob, self.store.blob(client))
-                        busy[worker] = client
-                    for key, _ in selector.select():
-                        worker = key.data
-                        client = busy.pop(worker)
-                        reply = worker.receive(client)
+                        asked, worker = waiting.pop(0), idle.pop(0)
+                        blob = sent.blob(downloads[asked])
+                        worker.send(exchange, asked, blob, self.store.blob(asked))
+                        busy[worker] = asked
+                    for worker in _readable(self._pool):
+                        # an idle worker has nothing to say: if it is heard, it has died
+                        answered = busy.pop(worker, None)
+                        reply = worker.receive(-1 if answered is None else answered)
+                        if answered is not None:
+                            done[answered] = reply
+                        if worker in idle:
+                            idle.remove(worker)
                         if isinstance(reply, Failure) and reply.kind == "lost":
-                            selector.unregister(worker.socket)
-                            worker.end()
-                            self._pool.remove(worker)
-                            worker = _Worker(self)
-                            self._pool.append(worker)
-                            selector.register(worker.socket, selectors.EVENT_READ, worker)
+                            worker = self._replace(worker)
                         idle.append(worker)
-                        done[client] = reply
-                reply = done.pop(next_out)
-                if isinstance(reply, Failure):
-                    yield reply
-                    continue
-                report, state = reply
-                if state is not None:
-                    self.store.keep(next_out, state, exchange.index)
-                try:
-                    yield unpack(report.map())
-                except PayloadError as error:
-                    yield Failure(next_out, "refused", str(error))
-                finally:
-                    report.close()
-        sent.close()
+                yield client, self._unpacked(client, done.pop(client))
+        finally:
+            sent.close()
+            for worker in busy:  # the exchange was abandoned: their answers belong to nobody
+                self._replace(worker)
+            for left in done.values():
+                for piece in left if isinstance(left, tuple) else ():
+                    if piece is not None:
+                        piece.close()
+
+    def _unpacked(
+        self, client: int, reply: tuple[Blob, Blob | None] | Failure
+    ) -> Report[Any] | Failure:
+        """The report, after the client's new state has been kept."""
+        if isinstance(reply, Failure):
+            return reply
+        packed, state = reply
+        if state is not None:
+            self.store.keep(client, state)
+        try:
+            report: Report[Any] = unpack(packed.map())
+            return report
+        except PayloadError as error:
+            return Failure(client, "refused", str(error))
+        finally:
+            packed.close()
+
+    def _replace(self, worker: _Worker) -> _Worker:
+        """A new worker in the place of a dead or abandoned one."""
+        worker.end()
+        self._pool.remove(worker)
+        self._pool.append(_Worker(self))
+        return self._pool[-1]
+
+
+def _readable(pool: list[_Worker]) -> list[_Worker]:
+    """Wait until at least one worker has said something, or has died."""
+    with selectors.DefaultSelector() as selector:
+        for worker in pool:
+            selector.register(worker.socket, selectors.EVENT_READ, worker)
+        return [key.data for key, _ in selector.select()]
 
 
 class _Sent:
@@ -351,7 +379,7 @@ class _Worker:
         fds = [blob.open() for blob in blobs]
         try:
             socket.send_fds(self.socket, [json.dumps(message).encode()], fds)
-        except OSError:
+        except (BrokenPipeError, ConnectionResetError):
             pass  # the worker is gone: ``receive`` reports it
         finally:
             for fd in fds:

@@ -70,12 +70,13 @@ class Byol:
         target.requires_grad_(False)
         optimiser = ctx.optimiser(online, predictor)
         for batch in ctx.batches():
-            # both views in one pass, as BYOL's authors do; EasyFL normalises each view by itself
-            images = torch.cat(batch.views())
-            y1, y2 = predictor(online(images)).chunk(2)
+            # one pass per view, so that BatchNorm sees one view at a time, as in BYOL and EasyFL
+            v1, v2 = batch.views()
             with torch.no_grad():
-                t1, t2 = target(images).chunk(2)
-            loss = byol(y1, t2) + (byol(y2, t1) if self.symmetric else 0.0)
+                t1, t2 = target(v1), target(v2)
+            loss = byol(predictor(online(v1)), t2)
+            if self.symmetric:
+                loss = loss + byol(predictor(online(v2)), t1)
             optimiser.step(loss)
             ema_(target, online, self.decay)
         nets = Triple(snapshot(online), snapshot(target), snapshot(predictor))
