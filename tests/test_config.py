@@ -435,3 +435,10 @@ def test_what_is_not_a_method_is_refused(own: Callable[[str], str], tmp_path: Pa
 def test_a_file_with_a_syntax_error_is_named(own: Callable[[str], str]) -> None:
     with pytest.raises(FurlongError, match=r"own_method\.py"):
         options(method=own("class Mine(:\n"))
+
+
+def test_another_method_drops_the_files_fields(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('[method]\nname = "fedu"\nthreshold = 0.2\n')
+    assert load(path, {"method": "fedu"}).method["threshold"] == 0.2
+    assert "threshold" not in load(path, {"method": "fedsimclr"}).method

@@ -151,6 +151,9 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
         if not isinstance(table, Mapping):
             raise FurlongError(f"{where}: {section} must be a table: write [{section}].")
         merged[section] = dict(table)
+    other = overrides.get("method", overrides.get("method.name"))
+    if other is not None and other != merged.get("method", {}).get("name"):
+        merged.pop("method", None)  # the file's fields are those of another method
     for name, value in overrides.items():
         dotted = SHORT.get(name.replace("-", "_"), name)
         section, dot, key = dotted.partition(".")
