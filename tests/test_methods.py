@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from furlong.config import from_tree
 from furlong.context import ClientContext, Networks
+from furlong.errors import FurlongError
 from furlong.method import Report
 from furlong.methods import fedema
 from furlong.methods.averaging import Averaging, Model
@@ -269,3 +271,16 @@ def test_local_statistics_never_leave(prepared: Any) -> None:
     untouched = [n for n in start if n.endswith("running_var")]
     assert all(torch.equal(last.server.weights[n], start[n]) for n in untouched)
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "value"),
+    [
+        ("fedsimclr", "temperature", 0), ("fedsimclr", "temperature", "nan"),
+        ("fedsimclr", "head_prox_mu", -1), ("fedu", "decay", 1.5), ("fedu", "threshold", -1),
+        ("fedema", "tau", 0), ("fedema", "scale", "nan"), ("fedbyol", "decay", "nan"),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_work_are_refused(method: str, field: str, value: Any) -> None:
+    with pytest.raises(FurlongError, match=rf"method\.{field} is"):
+        from_tree({}, {"method": method, f"method.{field}": value}, "test")

@@ -16,3 +16,9 @@ def nearest(word: str, options: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Valid: {', '.join(names)}."
+
+
+def require(holds: bool, name: str, value: object, rule: str) -> None:
+    """Refuse a setting that cannot work, e.g. ``require(t > 0, "temperature", t, "above 0")``."""
+    if not holds:
+        raise FurlongError(f"method.{name} is {value}; it must be {rule}")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from furlong.context import ClientContext, Context, ServerContext
+from furlong.errors import require
 from furlong.losses import byol
 from furlong.nets import head, head_dim
 from furlong.payload import Weights, payload
@@ -46,6 +47,9 @@ class Byol:
     prediction_head: str
     decay: float
     symmetric: bool
+
+    def __post_init__(self) -> None:
+        require(0 <= self.decay <= 1, "decay", self.decay, "between 0 and 1")
 
     def encoder(self, ctx: Context) -> nn.Module:
         """Backbone and projector: images B×C×H×W to projections B×d_z."""

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from furlong.context import ClientContext, ServerContext
+from furlong.errors import require
 from furlong.method import Local
 from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, backbone
 from furlong.methods.byol import Byol, Shared, Triple
@@ -53,6 +54,11 @@ class FedEMA(Averaging[Shared, State | None]):
     symmetric: bool = True
     projection_head: str = "easyfl_proj"
     prediction_head: str = "easyfl_pred"
+
+    def __post_init__(self) -> None:
+        require(0 < self.tau < math.inf, "tau", self.tau, "above 0")
+        require(0 <= self.scale < math.inf, "scale", self.scale, "at least 0")
+        _ = self.byol
 
     @property
     def byol(self) -> Byol:

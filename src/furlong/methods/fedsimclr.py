@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from furlong.context import ClientContext, Context, ServerContext
+from furlong.errors import require
 from furlong.losses import nt_xent
 from furlong.method import Local
 from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, Model, backbone
@@ -33,6 +35,10 @@ class FedSimCLR(Averaging[Model, None]):
     temperature: float = 0.5
     projection_head: str = "proj_128"
     head_prox_mu: float = 0.0  # proximal term on the projector only, μ/2·‖w - w_global‖²
+
+    def __post_init__(self) -> None:
+        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
+        require(0 <= self.head_prox_mu < inf, "head_prox_mu", self.head_prox_mu, "at least 0")
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone and projector: images B×C×H×W to projections B×d_z."""

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from furlong.context import ClientContext, ServerContext
+from furlong.errors import require
 from furlong.method import Local
 from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, backbone
 from furlong.methods.byol import Byol, Shared, Triple
@@ -58,6 +59,10 @@ class FedU(Averaging[Shared, State | None]):
     symmetric: bool = True  # False: the one direction that the paper prints
     projection_head: str = "easyfl_proj"
     prediction_head: str = "easyfl_pred"
+
+    def __post_init__(self) -> None:
+        require(self.threshold >= 0, "threshold", self.threshold, "at least 0")
+        _ = self.byol
 
     @property
     def byol(self) -> Byol:
