@@ -458,13 +458,15 @@ def demo(*, seeds: int = 1, out: Path = Path("runs/demo")) -> None:
                 name: progress.add_task(f"seed {seed}: {name:9}", total=total)
                 for name in ("federated", "pooled", "alone")
             }
-            runs.append(
-                story.run_seed(
-                    folder / str(seed),
-                    seed,
-                    lambda name, done: progress.update(tasks[name], completed=done),  # noqa: B023
-                )
-            )
+
+            def show(name: str, done: int) -> None:
+                progress.update(tasks[name], completed=done)  # noqa: B023
+                if done == total and not err.is_terminal and name not in said:  # noqa: B023
+                    said.add(name)  # noqa: B023
+                    err.print(f"seed {seed}: {name} has finished")  # noqa: B023
+
+            said: set[str] = set()
+            runs.append(story.run_seed(folder / str(seed), seed, show))
     rows = story.average(runs)
     console.print(results_table(rows))
     console.print(story.verdict(rows))

@@ -207,7 +207,7 @@ def _curves(lines: list[Line], results: list[Line], bound: str) -> Iterator[Draw
         random = {row["protocol"]: row["accuracy"] for row in results if row["who"] == "random"}
         level = {"random encoder": random["knn"]} if "knn" in random else {}
         figure = figures.curves({"kNN": score}, "test accuracy", levels=level, unit="%")
-        dashed = " Dashed: the encoder before any training." if level else ""
+        dashed = " Dashed: the encoder before any training, on all images." if level else ""
         whose = ", mean of the clients' encoders" if bound == "single" else ""
         last = f" Last: {percent(score[-1][1])}."
         caption = f"kNN accuracy during training{whose}, on a sample of the images.{dashed}{last}"
