@@ -431,7 +431,7 @@ def demo(*, seeds: int = 1, out: Path = Path("runs/demo")) -> None:
     Parameters
     ----------
     seeds
-        Number of seeds to average over; each takes about two minutes on two cores.
+        Number of seeds to average over; each takes under three minutes on two cores.
     out
         Folder of the runs; a number is added if it exists.
     """
