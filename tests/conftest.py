@@ -21,6 +21,19 @@ def golden() -> dict[str, Any]:
     return GOLDEN
 
 
+EXTRAS: dict[str, dict[str, Any]] = {  # what a method needs to be run at all, or to be fast
+    "fedca": {
+        "data.public": "shapes",
+        "data.public_images": 100,
+        "method.align_epochs": 1,
+        "method.align_images": 16,
+        "method.dictionary": 12,
+    },
+    "fcl": {"method.bank": 16, "method.neighbours": 3},
+    "mfcl": {"method.server_epochs": 2, "method.pairs_per_client": 8, "method.server_lr": 0.5},
+}
+
+
 def tiny(method: str = "fedsimclr", **options: Any) -> Config:
     """Three clients with 24 small images each, two rounds."""
     base = {
@@ -33,8 +46,9 @@ def tiny(method: str = "fedsimclr", **options: Any) -> Config:
         "rounds": 2,
         "batch_size": 8,
         "workers": 1,
+        "train.server_threads": 1,
     }
-    return from_tree({}, {**base, **options}, "test")
+    return from_tree({}, {**base, **EXTRAS.get(method, {}), **options}, "test")
 
 
 @pytest.fixture

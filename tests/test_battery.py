@@ -48,7 +48,7 @@ def test_training_changes_every_parameter(prepared: Any, name: str) -> None:
     p = prepared(name)
     before, after = flatten(p.server.init())[0], flatten(unpack(finish(p)[0]))[0]
     still = [n for n, t in before.items() if t.is_floating_point() and torch.equal(t, after[n])]
-    assert not still
+    assert not [n for n in still if not n.startswith("alignment")]  # FedCA's model is a constant
 
 
 def test_inputs_are_not_mutated(prepared: Any, name: str) -> None:
@@ -125,6 +125,8 @@ def test_dropped_clients_and_empty_cohorts(prepared: Any, name: str) -> None:
     with Lossy(p.method, p.federation, p.setup) as transport:
         results = list(p.server.run(p.federation, transport, server))
     for result in results:
+        if not result.cohort:  # the server's own work
+            continue
         assert sorted(result.metrics) == [0, 2]
         assert [(f.client, f.kind) for f in result.failures] == [(1, "lost")]
 
@@ -142,15 +144,22 @@ def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> No
     store = BlobStore(1 << 30)
     for exchange in p.server.exchanges():
         ctx = p.server.context(exchange)
-        local = ClientContext(p.setup, exchange, Networks(), client=1, data=p.federation.shard(1))
-        report = run_client(p.method, p.method.download(state, 1, ctx), local, store)
-        state = p.method.aggregate(state, [report], ctx)
-        if hasattr(state, "weights"):  # a plain model: the average of one is that one, exactly
-            assert pack(state) == pack(report.upload)
+        reports = []
+        if exchange.clients != ():  # else it is the server's own work
+            local = ClientContext(
+                p.setup, exchange, Networks(), client=1, data=p.federation.shard(1)
+            )
+            reports = [run_client(p.method, p.method.download(state, 1, ctx), local, store)]
+        with p.server.computing(exchange.index):
+            state = p.method.aggregate(state, reports, ctx)
+        if reports and type(state) is type(
+            reports[0].upload
+        ):  # the mean of one is that one, exactly
+            assert pack(state) == pack(reports[0].upload)
     store.close()
     assert bytes(pack(state)) == federated
     alone = Alone(p.method)
-    server = Server(alone, p.setup)
+    server = Server(alone, p.setup, p.server.public)
     with InProcess(alone, p.federation, p.setup) as transport:
         *_, last = server.run(p.federation, transport, server.init())
     assert bytes(pack(last.server.states[1])) == federated

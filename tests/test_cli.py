@@ -113,8 +113,9 @@ def test_fedu_for_a_resnet18(furlong_: Call) -> None:
     assert found["fields"]["threshold"] == 0.4
     assert found["fields"]["projection_head"] == "easyfl_proj"
     assert "predictor" in found["keeps"]
-    up = found["bytes"]["up"]
-    assert up == found["bytes"]["down"]
+    assert list(found["bytes"]) == ["train"]
+    up = found["bytes"]["train"]["up"]
+    assert up == found["bytes"]["train"]["down"]
     assert set(up) == {f"{f}/{k}" for f in ("encoder", "predictor") for k in ("params", "buffers")}
     numbers = sum(up[f"{f}/params"][0] for f in ("encoder", "predictor"))
     assert numbers == 38_460_480
@@ -131,8 +132,52 @@ def test_one_method_in_words(furlong_: Call, name: str) -> None:
     text = furlong_("methods", name, "--encoder", "small").out
     for word in ("paper:", "stays on the client:", "leaves the client:", "params", "small_proj"):
         assert word in text
-    up = furlong_("methods", name, "--encoder", "small", "--json").json["bytes"]["up"]
-    assert sum(count for _, count in up.values()) > 1_000_000
+    found = furlong_("methods", name, "--encoder", "small", "--json").json["bytes"]
+    for ways in found.values():
+        assert sum(count for _, count in ways["up"].values()) > 300_000
+
+
+def test_criticism_is_stated(furlong_: Call) -> None:
+    """Spec §6."""
+    for name, word in (("fcl", "broke"), ("fedca", "FedU's authors"), ("mfcl", "invertible")):
+        assert word in furlong_("methods", name, "--encoder", "small", "--json").json["caution"]
+
+
+# ---------------------------------------------------------------- cost
+
+
+def test_cost(furlong_: Call) -> None:
+    command = ("cost", "--method", "mfcl", "--sizes", "100x2,50", "--rounds", "2")
+    options = ("--method.server-epochs", "3", "--data.image-size", "16")
+    found = furlong_(*command, *options, "--json").json
+    assert [line["kind"] for line in found] == ["sensor"] * 2 + ["encode"] + ["discriminate"] * 3
+    assert found[2]["up"]["features"] == 250 * 2 * 64 * 16 * 16 * 4
+    assert found[0]["up"]["params"] == 3 * 77_853 * 4
+    text = furlong_(*command, *options).out
+    for word in ("sensor", "encode", "features", "3 clients", "per client"):
+        assert word in text
+
+
+def test_cost_reads_the_data_for_sizes(furlong_: Call) -> None:
+    found = furlong_(
+        "cost", "--data.images", "60", "--method", "fedsimclr", "--rounds", "1", "--json"
+    )
+    (line,) = found.json
+    assert line["clients"] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--sizes", "100,abc"), "is not like 1000"),
+        (("--sizes", "1"), "at least 2"),
+        (("--run.bound", "pooled"), "nothing is sent"),
+    ],
+)
+def test_cost_errors(furlong_: Call, options: tuple[str, ...], message: str) -> None:
+    result = furlong_("cost", *options)
+    assert result.code == 2
+    assert message in result.err
 
 
 # ---------------------------------------------------------------- partition

@@ -126,7 +126,7 @@ def test_the_summary(finished: Any) -> None:
 
 def test_bytes_are_those_of_the_payloads(finished: Any) -> None:
     run: Run = finished[0]
-    sent = flows("fedsimclr", "small", 3, 16)
+    sent = flows("fedsimclr", "small", 3, 16)["train"]
     down, up = traffic(sent["down"]), traffic(sent["up"])
     assert down.total == sum(count for *_, count in parts(sent["down"]))
     visits = 3 * 2
@@ -259,7 +259,7 @@ def test_from_python_with_a_part_of_the_clients(
     cohorts = [sorted(line["clients"]) for line in lines(run)]
     assert [len(c) for c in cohorts] == [2, 2, 2]
     assert len({tuple(c) for c in cohorts}) > 1
-    per_client = traffic(flows("fedsimclr", "small", 3, 16)["down"]).total
+    per_client = traffic(flows("fedsimclr", "small", 3, 16)["train"]["down"]).total
     assert run.summary["bytes_down"] == 6 * per_client
     assert {r["protocol"] for r in run.summary["results"]} == {"knn"}
     with pytest.raises(FurlongError, match=r"furlong\.run: unknown section"):

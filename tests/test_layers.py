@@ -28,7 +28,7 @@ FEDERATION = {
     "demo",
 }
 LEAVES = {"losses", "clustering", "weights", "payload", "nets", "metrics"}
-LEAVES |= {"errors", "figures", "words"}
+LEAVES |= {"errors", "figures", "words", "peernorm", "sensor", "optim", "instahide", "ondisk"}
 
 
 def name_of(path: Path) -> str:

@@ -18,6 +18,7 @@ from furlong.metrics import (
     beta_cib,
     beta_hetero,
     count_false_negatives,
+    expected_false_negatives,
     false_negative_ratios,
 )
 
@@ -57,6 +58,22 @@ def test_skew_refusals() -> None:
         beta_hetero(torch.tensor([1, 2]))
     with pytest.raises(FurlongError, match="M2, MM1"):
         beta_hetero(torch.eye(2), "M")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("row", GOLDEN["fcl_false_negative"])
+def test_false_negatives_of_a_split(row: dict[str, float]) -> None:
+    """With m classes each on a+1 clients, in turn: the closed form, and counting labels, agree."""
+    m, clients, a = int(row["m"]), int(row["C"]), int(row["others_with_class"])
+    classes = m * clients // (a + 1)
+    counts = torch.zeros(clients, classes, dtype=torch.long)
+    for client in range(clients):
+        for i in range(m):
+            counts[client, (client * m + i) % classes] = 60
+    found = expected_false_negatives(counts)
+    assert found == pytest.approx(false_negative_ratios(m, clients, a))
+    banks = [torch.arange(classes).repeat_interleave(row) for row in counts]
+    local = torch.cat([count_false_negatives(bank, bank) for bank in banks]).mean()
+    assert float(local) == pytest.approx(found[0])
 
 
 @pytest.mark.parametrize("row", GOLDEN["fcl_false_negative"])

@@ -22,9 +22,10 @@ from furlong.federation import Federation
 from furlong.guard import Guard
 from furlong.method import Method
 from furlong.methods.alone import Alone
-from furlong.metrics import beta_cib, beta_hetero
+from furlong.metrics import beta_cib, beta_hetero, expected_false_negatives
 from furlong.nets import build_encoder, evaluating, out_dim
-from furlong.rounds import Server, seeded, shuffled, threads
+from furlong.payload import traffic
+from furlong.rounds import Server, seed_of, seeded, shuffled, threads
 from furlong.weights import recalibrate
 
 HOLDOUT = 0.1  # of a labelled set that has no test split
@@ -169,6 +170,37 @@ def _try_encoder(encoder: nn.Module, name: str, channels: int, size: int) -> Non
         ) from None
 
 
+def _load_public(settings: Config, train: ImageSet) -> Shard:
+    """The images that the server may see: never the clients' own, even where sets are drawn."""
+    d = settings.data
+    shown = data.load(
+        str(d.public),
+        "train",
+        root=d.public_root or d.root,
+        image_size=train.size[0],
+        limit=d.public_images,
+        cache=d.cache,
+        seed=seed_of(settings.run.seed, "public") % 2**31,
+    )
+    if shown.channels != train.channels:
+        raise FurlongError(
+            f"the public images {d.public} have {shown.channels} channel(s), the clients' "
+            f"{train.channels}: choose another --public."
+        )
+    return Shard(shown.unlabelled(), torch.arange(len(shown)))
+
+
+def _architecture(settings: Config, method: Method[Any, Any, Any, Any]) -> str:
+    """The full name of the encoder: ``resnet18+pn``, ``rep32_pn+resnet18``."""
+    name, norm = settings.model.encoder, settings.model.early_norm
+    if norm == "pn" and not method.pairs_views:
+        raise FurlongError(
+            f"model.early_norm = pn needs both views of an image in one pass; method "
+            f"{settings.method['name']} encodes them apart. Use gn, or method fedsimclr."
+        )
+    return method.architecture(name if norm == "bn" else f"{name}+{norm}")
+
+
 def prepare(settings: Config) -> Prepared:
     """Read the data, split it, build the method."""
     train, test, notes = load_data(settings)
@@ -193,22 +225,22 @@ def prepare(settings: Config) -> Prepared:
         )
     public = None
     if settings.data.public:
-        shown = data.load(settings.data.public, "train", image_size=height, seed=settings.run.seed)
-        public = Shard(shown.unlabelled(), torch.arange(len(shown)))
+        public = _load_public(settings, train)
     elif method.needs_public:
         raise FurlongError(
             f"method {settings.method['name']} needs public images: give --public NAME, e.g. stl10 "
             "or folder:PATH."
         )
     device = pick_device(settings.run.device)
+    architecture = _architecture(settings, method)
     name = settings.data.augment
     if name == "auto":
         name = "shapes" if settings.data.name == "shapes" else "fedu"
     with torch.random.fork_rng(devices=[]):
-        encoder = build_encoder(settings.model.encoder, train.channels, height)
-        _try_encoder(encoder, settings.model.encoder, train.channels, height)
+        encoder = build_encoder(architecture, train.channels, height)
+        _try_encoder(encoder, architecture, train.channels, height)
     setup = Setup(
-        encoder=settings.model.encoder,
+        encoder=architecture,
         width=out_dim(encoder, train.channels, height),
         channels=train.channels,
         image_size=height,
@@ -220,6 +252,7 @@ def prepare(settings: Config) -> Prepared:
         sizes=federation.sizes,
         seed=settings.run.seed,
         device=device,
+        server_threads=settings.train.server_threads,
     )
     settings = replace(
         settings,
@@ -231,7 +264,8 @@ def prepare(settings: Config) -> Prepared:
         ),
     )
     guard = Guard(sizes=federation.sizes)
-    server = Server(method, setup, public, settings.train.fraction, guard)
+    folder = Path(settings.run.out) / "server" if settings.run.out else None
+    server = Server(method, setup, public, settings.train.fraction, guard, folder=folder)
     return Prepared(settings, method, train, test, split, federation, server, notes)
 
 
@@ -260,29 +294,56 @@ def describe_partition(train: ImageSet, split: Partition) -> dict[str, Any]:
             "beta_cib": beta_cib(counts),
             "beta_hetero_m2": beta_hetero(counts, "M2"),
             "beta_hetero_mm1": beta_hetero(counts, "MM1"),
+            "false_negatives": dict(
+                zip(("local", "union", "remote"), expected_false_negatives(counts), strict=True)
+            ),
         }
     return about
 
 
-def flows(method: str, encoder: str, channels: int = 3, image_size: int = 32) -> dict[str, Any]:
-    """What goes down to and up from one client in a first exchange, without any data."""
-    settings = from_tree({}, {"method": method, "encoder": encoder}, "options")
-    made = settings.make_method()
+def without_data(
+    settings: Config, sizes: dict[int, int], channels: int = 3, image_size: int = 32
+) -> Server[Any, Any, Any]:
+    """The server of a run whose clients hold ``sizes`` images, for predicting what is sent."""
+    method = settings.make_method()
+    train, name = settings.train, _architecture(settings, method)
     with torch.random.fork_rng(devices=[]):
-        width = out_dim(build_encoder(encoder, channels, image_size), channels, image_size)
+        width = out_dim(build_encoder(name, channels, image_size), channels, image_size)
     setup = Setup(
-        encoder,
-        width,
-        channels,
-        image_size,
-        preset("none", image_size),
-        1,
-        1,
-        128,
-        settings.optimiser,
-        dict.fromkeys(range(5), 1000),
+        encoder=name,
+        width=width,
+        channels=channels,
+        image_size=image_size,
+        augment=preset("none", image_size),
+        rounds=train.rounds,
+        epochs=train.epochs,
+        batch_size=train.batch_size,
+        optimiser=settings.optimiser,
+        sizes=sizes,
+        seed=settings.run.seed,
     )
-    server = Server(made, setup)
-    state = server.init()
-    ctx = server.context(server.exchanges()[0])
-    return {"down": made.download(state, 0, ctx), "up": made.expected(state, 0, ctx)}
+    return Server(method, setup, fraction=train.fraction)
+
+
+def flows(
+    method: str, encoder: str, channels: int = 3, image_size: int = 32
+) -> dict[str, dict[str, Any]]:
+    """What goes down to and up from one of five clients with 1,000 images each.
+
+    By kind of exchange; where later exchanges of a kind send something else, they follow apart.
+    """
+    settings = from_tree({}, {"method": method, "encoder": encoder, "rounds": 2}, "options")
+    server = without_data(settings, dict.fromkeys(range(5), 1000), channels, image_size)
+    made = server.method
+    found: dict[str, dict[str, Any]] = {}
+    with server.computing("init"):
+        state = made.outline(None, [], server.context(Exchange(round=0)))
+    for exchange in server.exchanges():
+        ctx = server.context(exchange)
+        if exchange.clients != ():
+            flow = {"down": made.download(state, 0, ctx), "up": made.expected(state, 0, ctx)}
+            before = found.setdefault(exchange.kind, flow)
+            if [traffic(v) for v in flow.values()] != [traffic(v) for v in before.values()]:
+                found.setdefault(f"{exchange.kind}, later", flow)
+        state = made.outline(state, sorted(server.setup.sizes), ctx)
+    return found

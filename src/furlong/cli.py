@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -17,10 +17,11 @@ from rich.table import Table
 
 import furlong
 from furlong import assemble, config, experiment
+from furlong.cost import Cost, predict
 from furlong.engines.inprocess import keep_freed_memory
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
-from furlong.payload import parts
+from furlong.payload import Traffic, parts
 from furlong.words import duration, size
 
 app = App(
@@ -292,6 +293,12 @@ def partition(
             f"β-CIB {about['beta_cib']:.4f} bits · β-hetero {about['beta_hetero_m2']:.4f} (M²) or "
             f"{about['beta_hetero_mm1']:.4f} (M(M-1))"
         )
+        shares = about["false_negatives"]
+        console.print(
+            f"false negatives (same class) among contrasted images: {100 * shares['local']:.1f} % "
+            f"of a client's own, {100 * shares['union']:.1f} % of all clients', "
+            f"{100 * shares['remote']:.1f} % of the others'"
+        )
     if figure is not None:
         console.print(f"heat map: {figure}")
 
@@ -354,8 +361,10 @@ def methods(
         return
     row = config.method_row(name)
     resolved = config.from_tree({}, {"method": name, "encoder": encoder}, "options").method
-    flows = assemble.flows(name, encoder)
-    sent = {way: _grouped(value) for way, value in flows.items()}
+    sent = {
+        kind: {way: _grouped(value) for way, value in flow.items()}
+        for kind, flow in assemble.flows(name, encoder).items()
+    }
     if as_json:
         print(
             json.dumps(
@@ -365,7 +374,11 @@ def methods(
                     "fields": resolved,
                     "keeps": row.cls.keeps,
                     "leaves": row.cls.leaves,
-                    "bytes": {w: {"/".join(k): v for k, v in g.items()} for w, g in sent.items()},
+                    "caution": row.cls.caution,
+                    "bytes": {
+                        kind: {w: {"/".join(k): v for k, v in g.items()} for w, g in ways.items()}
+                        for kind, ways in sent.items()
+                    },
                 }
             )
         )
@@ -385,19 +398,120 @@ def methods(
         "of the training loss and other logged numbers.",
         markup=False,
     )
-    table = Table(
-        "",
-        "field",
-        "what",
-        "numbers",
-        "bytes",
-        title=f"per client and round, {encoder}",
-        title_justify="left",
-    )
-    for way, groups in sent.items():
-        for (field_name, kind), (elements, count) in groups.items():
-            table.add_row(way, field_name, kind, f"{elements:,}", size(count))
+    if row.cls.caution:
+        console.print(f"criticism: {row.cls.caution}", markup=False)
+    title = f"per client and exchange: {encoder}, 5 clients with 1,000 images of 32 pixels"
+    table = Table("exchange", "", "field", "what", "numbers", "bytes", title=title)
+    table.title_justify = "left"
+    for exchange, ways in sent.items():
+        for way, groups in ways.items():
+            for (field_name, kind), (elements, count) in groups.items():
+                table.add_row(exchange, way, field_name, kind, f"{elements:,}", size(count))
     console.print(table)
+
+
+@app.command
+def cost(
+    config_file: Annotated[Path | None, Parameter(name="CONFIG")] = None,
+    /,
+    *,
+    method: str | None = None,
+    encoder: str | None = None,
+    clients: int | None = None,
+    rounds: int | None = None,
+    fraction: float | None = None,
+    sizes: str | None = None,
+    as_json: Annotated[bool, Parameter("--json")] = False,
+) -> None:
+    """Predict what a run sends, per round and in total, without training.
+
+    Takes the options of ``furlong run`` as ``--section.key``. The data are read to know how many
+    images each client has, unless ``--sizes`` says so.
+
+    Parameters
+    ----------
+    config_file
+        A TOML file; options override it.
+    method
+        Name of a method.
+    encoder
+        Name of an encoder.
+    clients
+        Number of clients.
+    rounds
+        Rounds of communication.
+    fraction
+        Share of the clients that takes part in a round.
+    sizes
+        Images per client instead of reading the data: 1000,2000,500 or 10000x5.
+    as_json
+        Print JSON.
+    """
+    names = ("method", "encoder", "clients", "rounds", "fraction")
+    given = {k: v for k, v in locals().items() if k in names and v is not None}
+    settings = config.load(config_file, given | _dotted)
+    if settings.run.bound != "none":
+        raise FurlongError(f"bound = {settings.run.bound}: nothing is sent to anybody.")
+    if sizes is None:
+        server = assemble.prepare(settings).server
+    else:
+        server = assemble.without_data(settings, _sizes(sizes), 3, settings.data.image_size or 32)
+    kinds: dict[str, list[Cost]] = {}
+    for item in predict(server):
+        kinds.setdefault(item.exchange.kind, []).append(item)
+    if as_json:
+        print(
+            json.dumps(
+                [
+                    {
+                        "exchange": item.exchange.index,
+                        "round": item.exchange.round,
+                        "kind": item.exchange.kind,
+                        "clients": len(item.cohort),
+                        "up": asdict(item.up),
+                        "down": asdict(item.down),
+                    }
+                    for items in kinds.values()
+                    for item in items
+                ]
+            )
+        )
+        return
+    table = Table("exchange", "times", "", "params", "buffers", "features", "in all", "per visit")
+    table.title = "all clients together, and each time a client takes part (per visit)"
+    table.title_justify = "left"
+    whole = Traffic()
+    for kind, items in kinds.items():
+        visits = sum(len(item.cohort) for item in items)
+        if not visits:
+            table.add_row(kind, f"{len(items):,}", "–")  # the server's own work
+            continue
+        for way in ("down", "up"):
+            total = sum((getattr(item, way) for item in items), Traffic())
+            whole += total
+            cells = (total.params, total.buffers, total.features)
+            shown = [size(c) if c else "" for c in cells]
+            times = f"{len(items):,}" if way == "down" else ""
+            name = kind if way == "down" else ""
+            table.add_row(name, times, way, *shown, size(total.total), size(total.total / visits))
+    console.print(table)
+    each = whole.total / max(1, len(server.setup.sizes))
+    console.print(
+        f"{settings.method['name']}, {server.setup.encoder}, {len(server.setup.sizes)} clients: "
+        f"{size(whole.total)} in all, {size(each)} per client. A report's own numbers (images, "
+        "loss) come on top, some bytes each."
+    )
+
+
+def _sizes(text: str) -> dict[int, int]:
+    """``1000,2000`` or ``1000x5``."""
+    found: list[int] = []
+    for item in text.split(","):
+        count, _, times = item.partition("x")
+        if not count.isdecimal() or (times and not times.isdecimal()) or int(count) < 2:
+            raise FurlongError(f"--sizes {text}: {item!r} is not like 1000 (at least 2) or 1000x5.")
+        found += [int(count)] * int(times or 1)
+    return dict(enumerate(found))
 
 
 def _grouped(value: Any) -> Any:
@@ -509,7 +623,7 @@ def main(arguments: list[str] | None = None) -> None:
     given, dotted = take_dotted(list(sys.argv[1:] if arguments is None else arguments))
     _dotted.clear()
     _dotted.update(dotted)
-    if dotted and given[:1] and given[0] not in ("run", "resume", "evaluate", "partition"):
+    if dotted and given[:1] and given[0] not in ("run", "resume", "evaluate", "partition", "cost"):
         err.print(f"error: 'furlong {given[0]}' takes no --{next(iter(dotted))}", markup=False)
         sys.exit(2)
     try:

@@ -36,6 +36,8 @@ class DataSettings:
     group_by: str | None = None  # natural partition: a column, or "folder" (one per client)
     augment: str = "auto"  # "shapes" for shapes, else "fedu"
     public: str | None = None  # a data set that the server may see
+    public_root: str | None = None  # where it lies, if not in ``root``
+    public_images: int | None = None  # use at most this many of it
     strict: bool = False  # unreadable files are errors
     cache: str | None = None  # folder for decoded images
 
@@ -45,6 +47,7 @@ class ModelSettings:
     """The encoder: a name, or ``module:factory`` / ``file.py:factory``."""
 
     encoder: str = "small"
+    early_norm: Literal["bn", "gn", "pn"] = "bn"  # after the first two convolutions
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,18 @@ class TrainSettings:
     epochs: int = 1
     batch_size: int = 128
     fraction: float = 1.0
+    server_threads: int = 2  # for training at the server (FedCA, MFCL); changes the last bits
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
     """The kNN monitor during training and the linear probe at the end."""
 
-    knn_every: int = 0  # rounds; 0: about twenty times in a run
+    knn_every: int = 0  # exchanges (rounds for most methods); 0: about twenty times in a run
     k: int = 200
     temperature: float = 0.1
     monitor_images: int = 5000  # the monitor's bank is at most this large; the last kNN uses all
+    angles: int = 0  # test images for the angles between two clients' models; 0: not measured
     probe: str = "default"  # a recipe of furlong.evaluate.linear, or "none"
 
 
@@ -105,6 +110,7 @@ class Config:
         return tomli_w.dumps(_without_none(asdict(self)))
 
 
+SMALL_HEADS = {"projection_head": "small_proj", "prediction_head": "small_pred"}
 SHORT = {
     "method": "method.name",
     "data": "data.name",
@@ -154,6 +160,9 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
     other = overrides.get("method", overrides.get("method.name"))
     if other is not None and other != merged.get("method", {}).get("name"):
         merged.pop("method", None)  # the file's fields are those of another method
+    if overrides.get("encoder", overrides.get("model.encoder")) == "small":
+        for key in SMALL_HEADS:  # the file's are for a larger encoder
+            merged.get("method", {}).pop(key, None)
     for name, value in overrides.items():
         dotted = SHORT.get(name.replace("-", "_"), name)
         section, dot, key = dotted.partition(".")
@@ -194,8 +203,7 @@ def _resolve_method(given: dict[str, Any], encoder: str, where: str) -> dict[str
     known = [f.name for f in fields(row.cls)]  # type: ignore[arg-type]
     defaults = dict(row.fields)
     if encoder == "small":  # the papers' heads are forty times larger than this encoder
-        small = {"projection_head": "small_proj", "prediction_head": "small_pred"}
-        defaults |= {key: value for key, value in small.items() if key in known}
+        defaults |= {key: value for key, value in SMALL_HEADS.items() if key in known}
     method = build(row.cls, {**defaults, **given}, "method", where)
     return {"name": name, **{f: getattr(method, f) for f in known}}
 
@@ -271,12 +279,14 @@ def _check(config: Config) -> None:
         ("train.rounds", train.rounds, 1),
         ("train.epochs", train.epochs, 1),
         ("train.batch_size", train.batch_size, 2),
+        ("train.server_threads", train.server_threads, 1),
         ("data.clients", 1 if data.clients is None else data.clients, 1),
         ("run.workers", run.workers, 0),
         ("run.save_every", run.save_every, 1),
         ("run.state_memory_mb", run.state_memory_mb, 0),
         ("evaluate.k", config.evaluate.k, 1),
         ("evaluate.knn_every", config.evaluate.knn_every, 0),
+        ("evaluate.angles", config.evaluate.angles, 0),
         ("evaluate.monitor_images", config.evaluate.monitor_images, 1),
     ):
         if value < low:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from furlong.data.augment import Recipe
 from furlong.data.images import ImageSet
 from furlong.nets import build_encoder
+from furlong.optim import LARS
 from furlong.payload import Weights
 from furlong.weights import restore
 
@@ -23,7 +25,8 @@ class Exchange:
 
     round: int
     kind: str = "train"
-    everyone: bool = False  # all clients instead of the round's sample
+    clients: tuple[int, ...] | None = None  # None: the round's sample; (): the server alone
+    part: int = 0  # of what takes several exchanges
     index: int = -1  # running number, given by ``rounds.run``
 
 
@@ -31,7 +34,7 @@ class Exchange:
 class OptimiserSettings:
     """How clients train; the optimiser is made anew every round (its moments start at zero)."""
 
-    name: Literal["sgd", "adam"] = "sgd"
+    name: Literal["sgd", "adam", "lars"] = "sgd"
     lr: float = 0.032
     momentum: float = 0.9
     weight_decay: float = 5e-4
@@ -54,6 +57,7 @@ class Setup:
     optimiser: OptimiserSettings
     sizes: dict[int, int]  # images per client
     seed: int = 0
+    server_threads: int = 1  # for what the server computes; part of the result's bits
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -103,6 +107,10 @@ class Optimiser:
         if settings.name == "adam":
             self.torch: torch.optim.Optimizer = torch.optim.Adam(
                 trainable, lr, weight_decay=settings.weight_decay, fused=True
+            )
+        elif settings.name == "lars":
+            self.torch = LARS(
+                trainable, lr, momentum=settings.momentum, weight_decay=settings.weight_decay
             )
         else:
             self.torch = torch.optim.SGD(
@@ -234,11 +242,14 @@ class Context:
                 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ServerContext(Context):
-    """The server's side: public images, if the run has any."""
+    """The server's side: public images, if the run has any, and room on disk."""
 
     public: Shard | None = None
+    workspace: Callable[[], Path]  # a folder for what is too large for the server's state
+    tell: Callable[[str], None] = lambda _: None  # a word to the user during long work
+    metrics: dict[str, float] = field(default_factory=dict)  # the server's own, for the log
 
 
 @dataclass(kw_only=True)

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import furlong
-from furlong import checkpoint, config, report
+from furlong import checkpoint, config, metrics, report
 from furlong.assemble import Prepared, describe_partition, prepare, who
 from furlong.config import Config
+from furlong.context import Exchange
 from furlong.engines.inprocess import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluate import features, knn, linear_probe
+from furlong.method import Report
+from furlong.nets import build_encoder
 from furlong.payload import Traffic, pack
-from furlong.rounds import ExchangeResult, shuffled, threads
+from furlong.rounds import ExchangeResult, draw_cohort, shuffled, threads
 from furlong.runfolder import RunFolder, load_encoder
 
 
@@ -109,6 +112,41 @@ class Evaluator:
         return knn(ours, labels, theirs, test_labels, k, self._settings.temperature, n_classes=n)
 
 
+class _Angles:
+    """FedCA's Figure 4: the angle between two clients' features of the same test image."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        images = prepared.train if prepared.test is None else prepared.test
+        rows = shuffled(len(images), prepared.setup.seed, "angles")
+        self._pixels = images.pixels[rows[: prepared.config.evaluate.angles]]
+        self._prepared = prepared
+        self._features: list[Tensor] = []
+        prepared.server.watch = self._watch
+
+    def _watch(self, exchange: Exchange, report: Report[Any]) -> None:
+        """Encode with the client's model, if it is one of the two of this round."""
+        server, setup = self._prepared.server, self._prepared.setup
+        cohort = draw_cohort(
+            setup.seed, exchange, self._prepared.federation.clients, server.fraction
+        )
+        two = shuffled(len(cohort), setup.seed, "angles", exchange.round)[:2]
+        if report.client not in (cohort[i] for i in two):
+            return
+        with torch.random.fork_rng(devices=[]), threads(self._prepared.workers):
+            encoder = server.method.local_encoder(report.upload, server.context(exchange))
+            if encoder is not None:
+                batches = torch.split(self._pixels, 512)
+                self._features += [features(encoder.to(setup.device), batches, setup.augment.plain)]
+
+    def take(self) -> list[float] | None:
+        """Percentiles 5, 25, 50, 75, 95 in degrees of the exchange that just ended."""
+        found, self._features = self._features, []
+        if len(found) < 2:
+            return None
+        points = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=torch.float64)
+        return [float(q) for q in metrics.angles(*found).quantile(points)]
+
+
 # ---------------------------------------------------------------- the loop
 
 
@@ -163,7 +201,8 @@ def resume(
         for left in path.glob(f"{SPILL}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         prepared = prepare(settings)
-        if folder.read("partition.json") != describe_partition(prepared.train, prepared.split):
+        split = describe_partition(prepared.train, prepared.split)
+        if (folder.read("partition.json") or {}).get("fingerprint") != split["fingerprint"]:
             raise FurlongError(
                 f"the images are not those that {path} began with: see its partition.json. Put "
                 "them back, or start a new run."
@@ -183,14 +222,21 @@ def _go(
     server, evaluator = prepared.server, Evaluator(prepared)
     exchanges = server.exchanges()
     counters = {"seconds": 0.0, "images": 0.0, "bytes_up": 0.0, "bytes_down": 0.0, "failures": 0.0}
-    state, done = server.init(), 0
-    random_encoder = next(iter(prepared.encoders(state).values()))
+    server.tell = say
+    random_encoder = build_encoder(
+        prepared.setup.encoder, prepared.setup.channels, prepared.setup.image_size
+    ).eval()
+    if saved is None:
+        state, done = server.init(), 0
+        folder.save_weights("random", next(iter(prepared.encoders(state).values())))
+    else:
+        state, done, counters = saved.server, saved.done, dict(saved.counters)
+    folder.load_weights("random", random_encoder)
+    angles = _Angles(prepared) if prepared.config.evaluate.angles else None
     with prepared.transport() as transport, _Board(folder.path) as board:
-        if saved is not None:
-            state, done, counters = saved.server, saved.done, dict(saved.counters)
-            for client, packed in saved.clients.items():
-                transport.store.put(client, packed)
-        knn_every = prepared.config.evaluate.knn_every or max(1, prepared.setup.rounds // 20)
+        for client, packed in saved.clients.items() if saved is not None else ():
+            transport.store.put(client, packed)
+        knn_every = prepared.config.evaluate.knn_every or max(1, len(exchanges) // 20)
         for result in server.run(prepared.federation, transport, state, done):
             state, done = result.server, result.exchange.index + 1
             last = done == len(exchanges)
@@ -198,9 +244,11 @@ def _go(
                 result = replace(result, up=Traffic(), down=Traffic())
             _count(counters, result)
             score = None
-            if evaluator.possible and (last or (result.exchange.round + 1) % knn_every == 0):
+            if evaluator.possible and (last or done % knn_every == 0):
                 score = _monitor(evaluator, prepared.encoders(state), say)
             line = _line(result, score)
+            if angles is not None:
+                line["angles"] = angles.take()
             folder.append(line)
             board.add(line)
             if last or (result.exchange.round + 1) % prepared.config.run.save_every == 0:
@@ -227,6 +275,8 @@ def _go(
         },
     )
     folder.write("summary.json", summary)
+    if server.folder is not None:  # what clients sent, of use only to a run that goes on
+        shutil.rmtree(server.folder, ignore_errors=True)
     report.build(folder.path)
     return Run(folder.path, summary)
 
@@ -287,6 +337,7 @@ def _line(result: ExchangeResult[Any], score: float | None) -> dict[str, Any]:
     images = sum(m.get("images", 0.0) for m in result.metrics.values())
     return {
         **means,  # first: what a client calls its metrics must not replace what we say
+        **result.own,
         "exchange": result.exchange.index,
         "round": result.exchange.round,
         "kind": result.exchange.kind,
@@ -373,8 +424,8 @@ class _Board:
         for name in ("loss", "divergence", "knn", "images_per_second", "bytes_up", "bytes_down"):
             if line.get(name) is not None:
                 self._writer.add_scalar(name, line[name], step)
-        for client, metrics in line["clients"].items():
-            for name, value in metrics.items():
+        for client, measured in line["clients"].items():
+            for name, value in measured.items():
                 self._writer.add_scalar(f"clients/{client}/{name}", value, step)
 
 

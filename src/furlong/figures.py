@@ -170,6 +170,27 @@ def bars(
     return figure
 
 
+def boxes(rows: Mapping[int, Sequence[float]], ylabel: str, title: str = "") -> Figure:
+    """A box per round from its percentiles 5, 25, 50, 75 and 95."""
+    figure, axes = _axes(2.7, title)
+    drawn = [
+        {"whislo": low, "q1": q1, "med": middle, "q3": q3, "whishi": high}
+        for low, q1, middle, q3, high in rows.values()
+    ]
+    line = {"color": BLUE, "linewidth": 1.2}
+    axes.bxp(
+        drawn, positions=list(rows), widths=0.6, showfliers=False, manage_ticks=False,
+        boxprops=line, whiskerprops=line, capprops=line,
+        medianprops={"color": ORANGE, "linewidth": 2},
+    )  # fmt: skip
+    axes.set_xlabel("round")
+    axes.set_ylabel(ylabel)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
+    return figure
+
+
 def svg(figure: Figure) -> str:
     """An <svg> for a page: transparent, text and axes in the page's colour, no outside reference.
 

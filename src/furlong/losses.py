@@ -1,10 +1,12 @@
 """Loss functions of embeddings: tensors in, scalar out.
 
-Embeddings need not be normalised: every function looks at directions only, so scaling a row by a
-positive number changes nothing, and gradients are orthogonal to the rows.
+Embeddings need not be normalised: every function but ``alignment_loss`` looks at directions only,
+so scaling a row by a positive number changes nothing, and gradients are orthogonal to the rows.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,72 @@ def info_nce(query: Tensor, key: Tensor, negatives: Tensor, temperature: float) 
     positive = (query * key).sum(dim=1, keepdim=True)
     logits = torch.cat([positive, query @ negatives.T], dim=1) / temperature
     return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
+
+
+def neighbourhood_matching(
+    query: Tensor, bank: Tensor, neighbours: int, temperature: float
+) -> Tensor:
+    """FCL's second loss: how undecided a query is between one of its neighbours and the rest.
+
+    ``query``: B×d; ``bank``: K×d. The N nearest rows are a query's neighbours. For each of them
+    alone, next to the K−N other rows: the entropy of the query's softmax over these K−N+1; mean
+    over B queries and N neighbours. No gradient reaches ``bank``.
+    """
+    if not 1 <= neighbours < len(bank):
+        raise ValueError(
+            f"{neighbours} neighbours out of {len(bank)} rows: there must be at least one "
+            "neighbour and one other row"
+        )
+    logits = F.normalize(query, dim=1) @ F.normalize(bank.detach(), dim=1).T / temperature
+    return _matching_entropy(logits, neighbours)
+
+
+def _matching_entropy(logits: Tensor, neighbours: int) -> Tensor:
+    """The mean of H_j = h(σ_j) + (1−σ_j)·H_R over the ``neighbours`` largest logits t_j of a row.
+
+    The chain rule of entropy: σ_j = sigmoid(t_j − LSE_R) is the neighbour's probability, h the
+    entropy of this one choice, H_R that of the other rows, which all neighbours share. So B×K
+    values are enough where the definition has B×N×(K−N+1).
+    """
+    top, places = logits.topk(neighbours)
+    others = torch.ones_like(logits, dtype=torch.bool).scatter(1, places, False)
+    # gathered, not masked by −∞: there 0·log 0 would make the gradients NaN
+    rest = logits.masked_select(others).view(len(logits), -1)
+    total = rest.logsumexp(dim=1, keepdim=True)
+    log_share = rest - total
+    rest_entropy = -(log_share.exp() * log_share).sum(dim=1, keepdim=True)
+    margin = top - total
+    near, far = margin.sigmoid(), (-margin).sigmoid()
+    choice = -(near * F.logsigmoid(margin) + far * F.logsigmoid(-margin))
+    return (choice + far * rest_entropy).mean()
+
+
+def dictionary_nce(
+    z1: Tensor, z2: Tensor, dictionary: Tensor, temperature: float, symmetric: bool = False
+) -> Tensor:
+    """FedCA's contrastive loss (Zhang et al. 2020): logits N×(N+K), the label of row i is i.
+
+    ``z1``, ``z2``: N×d, two views of the same images; each row of ``z1`` picks its partner among
+    all of ``z2`` and ``dictionary`` (K×d, a constant; K may be 0). ``symmetric`` takes the mean of
+    both directions.
+    """
+    if symmetric:
+        there = dictionary_nce(z1, z2, dictionary, temperature)
+        return (there + dictionary_nce(z2, z1, dictionary, temperature)) / 2
+    candidates = F.normalize(torch.cat([z2, dictionary.detach()]), dim=1)
+    logits = F.normalize(z1, dim=1) @ candidates.T / temperature
+    return F.cross_entropy(logits, torch.arange(len(z1), device=z1.device))
+
+
+def alignment_loss(
+    h: Tensor, z: Tensor, target_h: Tensor, target_z: Tensor, reduction: Literal["mean", "sum"]
+) -> Tensor:
+    """FedCA's alignment: squared distances of h (N×d_h) and z (N×d_z) from constant targets.
+
+    Summed over dimensions; ``reduction`` is over the N images.
+    """
+    distance = (h - target_h.detach()).square().sum() + (z - target_z.detach()).square().sum()
+    return distance / len(h) if reduction == "mean" else distance
 
 
 def cosine_simsiam(prediction: Tensor, target: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import nn
 
-from furlong.context import ClientContext, Exchange, ServerContext
+from furlong.context import ClientContext, Exchange, ServerContext, Setup
 from furlong.payload import payload
 from furlong.weights import BatchNormPolicy
 
@@ -65,9 +65,11 @@ class Method(ABC, Generic[S, C, D, U]):
 
     paper: ClassVar[str] = ""
     needs_labels: ClassVar[bool] = False  # otherwise labels are stripped before a client sees data
-    needs_public: ClassVar[bool] = False
+    needs_public: ClassVar[bool] = False  # images that the server may see
+    pairs_views: ClassVar[bool] = False  # both views go through the encoder in one pass
     keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
     leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal
+    caution: ClassVar[str] = ""  # in words: known criticism of the method
     bn_stats: BatchNormPolicy = "average"
 
     @abstractmethod
@@ -99,7 +101,22 @@ class Method(ABC, Generic[S, C, D, U]):
     def encoder(self, server: S, ctx: ServerContext) -> nn.Module:
         """What downstream users get: images B×C×H×W in, representations h B×d out."""
 
-    def plan(self, rounds: int) -> Iterator[Exchange]:
+    def plan(self, setup: Setup) -> Iterator[Exchange]:
         """The exchanges of a run: one "train" exchange per round."""
-        for index in range(rounds):
+        for index in range(setup.rounds):
             yield Exchange(round=index)
+
+    def architecture(self, encoder: str) -> str:
+        """The name (see ``nets.build_encoder``) of what :meth:`encoder` gives."""
+        return encoder
+
+    def local_encoder(self, upload: U, ctx: ServerContext) -> nn.Module | None:  # noqa: ARG002
+        """The encoder inside one client's upload, if there is one; for measuring."""
+        return None
+
+    def outline(self, server: S | None, cohort: list[int], ctx: ServerContext) -> S:  # noqa: ARG002
+        """A state of the size that the server's has after ``ctx.exchange`` (``None``: at first).
+
+        For predicting traffic without training. By default an exchange changes no size.
+        """
+        return self.init_server(ctx) if server is None else server

@@ -72,6 +72,20 @@ def false_negative_ratios(m: int, M: int, a: int) -> tuple[float, float, float]:
     return 1 / m, (1 + a) / (m * M), remote
 
 
+def expected_false_negatives(counts: Tensor) -> tuple[float, float, float]:
+    """The same three shares for any split: what a query meets in banks of equal size, on average.
+
+    ``counts``: images per client and class, M×n. Every client weighs the same.
+    """
+    counts = counts.to(torch.float64)
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    same = shares @ shares.T  # [k, j]: a query of client k and a row of client j agree in class
+    local = same.diagonal()
+    others = max(1, len(same) - 1)
+    remote = (same.sum(1) - local) / others
+    return float(local.mean()), float(same.mean()), float(remote.mean())
+
+
 def count_false_negatives(query_labels: Tensor, bank_labels: Tensor) -> Tensor:
     """The share of the bank (labels K) with the class of each query (labels B): float64, B."""
     if bank_labels.numel() == 0:

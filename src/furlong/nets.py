@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -234,14 +235,49 @@ def build_encoder(name: str, in_channels: int = 3, image_size: int = 32) -> nn.M
     ``_small`` or ``_large`` decides otherwise. ``package.module:factory`` or
     ``path/to/file.py:factory`` calls the user's own function (or class), with ``in_channels`` and
     ``image_size`` if it has parameters of those names.
+
+    A suffix ``+pn`` or ``+gn`` replaces the first two batch norms (``peernorm.with_early_norm``);
+    ``rep32_pn+resnet18`` is MFCL's sensor and discriminator (``sensor.modular``).
     """
     if name in ENCODERS:
         return ENCODERS[name](in_channels, image_size)
+    base, plus, last = name.rpartition("+")
+    # a plus sign before the last colon is part of a path
+    if plus and (":" not in last or _SENSOR.match(name)):
+        return _composed(name, base, last, in_channels, image_size)
     if ":" not in name:
         raise FurlongError(
             f"Unknown encoder {name!r}. {nearest(name, ENCODERS)} "
+            "Or composed: 'resnet18+pn', 'rep32_pn+resnet18'. "
             "Or your own: 'package.module:factory' or 'path/to/file.py:factory'."
         )
+    return _own(name, in_channels, image_size)
+
+
+# The beginning of a composed name that asks for a sensor, or tries to.
+_SENSOR = re.compile(r"rep\w*(\.\w+)?\+")
+
+
+def _composed(name: str, base: str, last: str, in_channels: int, image_size: int) -> nn.Module:
+    """An encoder ``base`` + ``last`` = ``name``, see :func:`build_encoder`."""
+    # here and not above, because both modules import this one
+    from furlong.peernorm import EARLY, with_early_norm
+    from furlong.sensor import modular
+
+    if _SENSOR.match(name):
+        return modular(name, in_channels, image_size)
+    if "+" in base.rpartition(":")[2]:
+        raise FurlongError(f"Encoder {name!r}: only one norm may follow a '+'.")
+    if last not in EARLY:
+        raise FurlongError(
+            f"Encoder {name!r}: no early norm is called {last!r}. {nearest(last, EARLY)} "
+            "A sensor would come first: 'rep32_pn+resnet18'."
+        )
+    return with_early_norm(build_encoder(base, in_channels, image_size), EARLY[last])
+
+
+def _own(name: str, in_channels: int, image_size: int) -> nn.Module:
+    """What the user's ``package.module:factory`` or ``path/to/file.py:factory`` makes."""
     factory = load_object(name)
     if not callable(factory):
         raise FurlongError(f"Encoder {name!r}: {factory!r} is not a function or class.")

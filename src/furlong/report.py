@@ -167,7 +167,9 @@ def _traffic(lines: list[Line]) -> list[dict[str, Any]]:
 def _method(name: str) -> dict[str, str] | None:
     """What one of the library's methods says about itself."""
     row = METHODS.get(name)
-    return {"keeps": row.cls.keeps, "leaves": row.cls.leaves} if row else None
+    if row is None:
+        return None
+    return {"keeps": row.cls.keeps, "leaves": row.cls.leaves, "caution": row.cls.caution}
 
 
 def _failures(lines: list[Line]) -> dict[str, Any]:
@@ -193,13 +195,15 @@ def _failures(lines: list[Line]) -> dict[str, Any]:
 
 
 def _curves(lines: list[Line], results: list[Line], bound: str) -> Iterator[Drawing]:
-    for name, ylabel, caption in (
-        ("loss", "training loss", "Training loss in every round."),
-        ("divergence", "divergence", "How far local training moved a client's encoder away from "
-         "the federation's, in every round."),
-    ):  # fmt: skip
-        if mean := _points(lines, name):
-            each = _each(lines, name)
+    moved = "How far local training moved a client's encoder away from the federation's."
+    kinds = list(dict.fromkeys(line.get("kind", "train") for line in lines))
+    for kind, name in [(k, n) for k in kinds for n in ("loss", "divergence")]:
+        some = [line for line in lines if line.get("kind", "train") == kind]
+        during = f" in the exchanges “{kind}”" if len(kinds) > 1 else ""
+        ylabel = "training loss" if name == "loss" else name
+        caption = f"Training loss{during} in every round." if name == "loss" else moved
+        if mean := _points(some, name):
+            each = _each(some, name)
             bold = " The bold line is the clients' mean, weighted by their numbers of images."
             figure = figures.curves({"mean": mean}, ylabel, each=each)
             yield _drawn(figure, caption + (bold if len(each) > 1 else "") + _last(mean))
@@ -212,6 +216,15 @@ def _curves(lines: list[Line], results: list[Line], bound: str) -> Iterator[Draw
         last = f" Last: {percent(score[-1][1])}."
         caption = f"kNN accuracy during training{whose}, on a sample of the images.{dashed}{last}"
         yield _drawn(figure, caption)
+    if boxes := {line["round"] + 1: line["angles"] for line in lines if line.get("angles")}:
+        figure = figures.boxes(boxes, "angle in degrees")
+        first, *_, last = [*boxes.values(), *boxes.values()]
+        yield _drawn(
+            figure,
+            "The angle between two clients' features of the same image, before averaging: median, "
+            "quartiles, and 5 and 95 %. 0° means that the clients' encoders agree. Median at "
+            f"first {first[2]:.1f}°, at last {last[2]:.1f}°.",
+        )
     if bound == "none" and lines:
         up, down = _sum_up(lines, "bytes_up"), _sum_up(lines, "bytes_down")
         figure = figures.curves({"up": up, "down": down}, "sent so far", unit="B")
@@ -230,6 +243,12 @@ def _split(split: Mapping[str, Any]) -> Drawing:
         f" β-CIB {split['beta_cib']:.4f} bits; β-hetero {split['beta_hetero_m2']:.4f} bits"
         f" (divided by M²), {split['beta_hetero_mm1']:.4f} bits (by M(M−1))."
     )
+    if shares := split.get("false_negatives"):
+        measured += (
+            f" Of the images that a client's image is contrasted with, {percent(shares['local'])}"
+            f" of its own, {percent(shares['union'])} of all and {percent(shares['remote'])} of the"
+            " others' have its class (false negatives)."
+        )
     figure = figures.heat_map(counts, split["classes"])
     return _drawn(figure, f"{held} A cell is a client's number of images of a class.{measured}")
 

@@ -9,10 +9,14 @@ gives the same bits.
 from __future__ import annotations
 
 import hashlib
+import shutil
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -85,6 +89,7 @@ class ExchangeResult(Generic[S]):
     failures: list[Failure]
     down: Traffic
     up: Traffic
+    own: dict[str, float]  # the server's metrics
     seconds: float
 
 
@@ -124,7 +129,9 @@ def shuffled(n: int, *parts: object) -> Tensor:
 
 def draw_cohort(seed: int, exchange: Exchange, clients: list[int], fraction: float) -> list[int]:
     """max(1, ⌊fraction·M⌋ ) clients, a function of (seed, round), ascending."""
-    if exchange.everyone or fraction >= 1:
+    if exchange.clients is not None:
+        return [client for client in clients if client in exchange.clients]
+    if fraction >= 1:
         return clients
     size = max(1, int(fraction * len(clients) + 1e-9))
     chosen = shuffled(len(clients), seed, "cohort", exchange.round)[:size]
@@ -155,10 +162,13 @@ def run_client(
             down = replace_tensors(down, kept.stats)
         ctx.moments = list(kept.moments)
         local = method.local_update(kept.state, down, ctx)
-        upload, stats = local.upload, Weights()
+        upload, stats = local.upload, kept.stats
         if method.bn_stats == "local":
-            upload, stats = split_weights(upload, is_buffer)
-        moments = tuple(o.moments() for o in ctx.optimisers) if setup.optimiser.persist else ()
+            upload, own = split_weights(upload, is_buffer)
+            stats = stats | own
+        moments = kept.moments
+        if setup.optimiser.persist and ctx.optimisers:
+            moments = tuple(o.moments() for o in ctx.optimisers)
     kept = Kept(local.state, stats, moments)
     bad = first_nonfinite((upload, kept))
     if bad is not None:  # what the client keeps must stay fit for the next round
@@ -182,19 +192,44 @@ class Server(Generic[S, D, U]):
     fraction: float = 1.0
     guard: Guard = field(default_factory=Guard)
     networks: Networks = field(default_factory=Networks)
+    folder: Path | None = None  # room on disk; a temporary folder if none is given
+    tell: Callable[[str], None] = lambda _: None
+    watch: Callable[[Exchange, Report[U]], None] | None = None  # sees every accepted report
+
+    def workspace(self) -> Path:
+        """The folder for what is too large for the server's state, made when it is asked for."""
+        if self.folder is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="furlong-"))
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder
 
     def context(self, exchange: Exchange) -> ServerContext:
         """What the method's server half may touch in ``exchange``."""
-        return ServerContext(self.setup, exchange, self.networks, public=self.public)
+        return ServerContext(
+            self.setup,
+            exchange,
+            self.networks,
+            public=self.public,
+            workspace=self.workspace,
+            tell=self.tell,
+        )
+
+    @contextmanager
+    def computing(self, *where: object) -> Iterator[None]:
+        """Threads and random numbers of the server's own work."""
+        setup = self.setup
+        with threads(setup.server_threads), seeded(setup.device, setup.seed, "server", *where):
+            yield
 
     def init(self) -> S:
         """The server's state before the first exchange."""
-        with threads(), seeded(self.setup.device, self.setup.seed, "server", "init"):
+        with self.computing("init"):
             return self.method.init_server(self.context(Exchange(round=0)))
 
     def exchanges(self) -> list[Exchange]:
         """All exchanges of the run, numbered."""
-        planned = self.method.plan(self.setup.rounds)
+        planned = self.method.plan(self.setup)
         return [replace(exchange, index=i) for i, exchange in enumerate(planned)]
 
     def run(
@@ -220,7 +255,7 @@ class Server(Generic[S, D, U]):
         downloads = _Downloads(self.method, state, cohort, ctx)
         gate = _Gate(self, state, exchange, cohort)
         replies = gate.admit(transport.exchange(exchange, downloads))
-        with threads(), seeded(self.setup.device, self.setup.seed, "server", exchange.index):
+        with self.computing(exchange.index):
             state = self.method.aggregate(state, replies, ctx)
         gate.finish(replies)
         return ExchangeResult(
@@ -232,6 +267,7 @@ class Server(Generic[S, D, U]):
             gate.failures,
             downloads.sent,
             gate.received,
+            ctx.metrics,
             time.perf_counter() - began,
         )
 
@@ -292,6 +328,8 @@ class _Gate(Generic[S, U]):
                 self.received += traffic(reply)
                 self.metrics[client] = reply.metrics
                 self.examples[client] = reply.examples
+                if self._server.watch is not None:
+                    self._server.watch(self._exchange, reply)
                 yield reply
             else:
                 self.failures.append(Failure(client, "refused", reason))

@@ -1,7 +1,8 @@
 """A run's folder: what is written where, by whom, and that two runs never mix.
 
-config.toml · partition.json · metrics.jsonl (a line per exchange) · checkpoints/ · tensorboard/ ·
-summary.json · encoder.safetensors + encoder.json · report.html
+config.toml · partition.json · random.safetensors (the encoder before training) · metrics.jsonl (a
+line per exchange) · checkpoints/ · server/ (while it runs) · tensorboard/ · summary.json ·
+encoder.safetensors + encoder.json · report.html
 """
 
 from __future__ import annotations
@@ -114,10 +115,30 @@ class RunFolder:
         kept = [json.dumps(line) for line in self.lines() if line["exchange"] < done]
         self.write("metrics.jsonl", "".join(f"{line}\n" for line in kept))
 
+    def save_weights(self, name: str, module: nn.Module) -> None:
+        """``name``.safetensors."""
+        data = pack_tensors(snapshot(module), {"format": "pt"})
+        path = self.path / f"{name}.safetensors"
+        try:
+            write_atomically(path, bytes(data))
+        except OSError as error:
+            raise FurlongError(f"cannot write {path}: {error.strerror}") from None
+
+    def load_weights(self, name: str, module: nn.Module) -> None:
+        """Into ``module``."""
+        path = self.path / f"{name}.safetensors"
+        try:
+            restore(module, unpack_tensors(bytearray(path.read_bytes()))[0])
+        except OSError as error:
+            raise FurlongError(f"cannot read {path}: {error.strerror}") from None
+        except (PayloadError, ValueError) as error:
+            raise FurlongError(
+                f"{path} does not hold a {type(module).__name__} of this run: {error}"
+            ) from None
+
     def save_encoder(self, encoder: nn.Module, about: dict[str, Any]) -> None:
         """encoder.safetensors and encoder.json."""
-        data = pack_tensors(snapshot(encoder), {"format": "pt"})
-        write_atomically(self.path / "encoder.safetensors", bytes(data))
+        self.save_weights("encoder", encoder)
         self.write("encoder.json", about)
 
 
@@ -141,9 +162,6 @@ def load_encoder(run: str | os.PathLike[str]) -> nn.Module:
     except KeyError as error:
         raise FurlongError(f"{folder.path / 'encoder.json'} lacks {error}.") from None
     encoder = build_encoder(name, channels, size)
-    try:
-        restore(encoder, unpack_tensors(bytearray(path.read_bytes()))[0])
-    except (PayloadError, ValueError) as error:
-        raise FurlongError(f"{path} does not hold a {about['encoder']}: {error}") from None
+    folder.load_weights("encoder", encoder)
     encoder.transform = transform  # type: ignore[assignment]
     return encoder.eval()

@@ -266,6 +266,16 @@ class AugmentationPair:
 Recipe = Augmentation | AugmentationPair
 
 
+def unit(views: Tensor, recipe: Recipe) -> Tensor:
+    """Views B×C×S×S with the normalisation of ``recipe`` undone: values in [0, 1]."""
+    extremes = torch.tensor([0, 255], dtype=torch.uint8, device=views.device)
+    images = extremes.view(2, 1, 1, 1).expand(2, views.shape[1], 1, 1)
+    black, white = recipe.plain(images)[..., :1, :1].unbind(0)
+    if not black.any() and bool(white.eq(1).all()):
+        return views
+    return ((views - black) / (white - black)).clamp_(0, 1)
+
+
 def _chance(count: int, p: float) -> Tensor:
     """N booleans, each true with probability ``p``."""
     return torch.rand(count) < p

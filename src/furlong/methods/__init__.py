@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from furlong.method import Method
+from furlong.methods.fcl import FCL
+from furlong.methods.fedca import FedCA
 from furlong.methods.fedema import FedEMA
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.methods.fedu import FedU
+from furlong.methods.mfcl import MFCL
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Row:
 
 METHODS: dict[str, Row] = {
     "fedsimclr": Row(FedSimCLR, "contrastive"),
+    "fcl": Row(FCL, "contrastive"),
+    "fedca": Row(FedCA, "contrastive"),
     "fedbyol": Row(
         FedU,
         "non-contrastive",
@@ -40,4 +45,5 @@ METHODS: dict[str, Row] = {
     ),
     "fedu": Row(FedU, "non-contrastive"),
     "fedema": Row(FedEMA, "non-contrastive"),
+    "mfcl": Row(MFCL, "modular"),
 }

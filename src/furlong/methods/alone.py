@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from furlong.context import ClientContext, Exchange, ServerContext
+from furlong.context import ClientContext, Exchange, ServerContext, Setup
 from furlong.method import Local, Method, Report
 from furlong.payload import payload
 from furlong.weights import BatchNormPolicy
@@ -46,9 +47,18 @@ class Alone(Method[Each, Any, Any, Any]):
         """As the method has it."""
         return self.inner.needs_public
 
-    def plan(self, rounds: int) -> Iterator[Exchange]:
+    @property
+    def pairs_views(self) -> bool:  # type: ignore[override]
+        """As the method has it."""
+        return self.inner.pairs_views
+
+    def plan(self, setup: Setup) -> Iterator[Exchange]:
         """As the method plans."""
-        return self.inner.plan(rounds)
+        return self.inner.plan(setup)
+
+    def architecture(self, encoder: str) -> str:
+        """As the method has it."""
+        return self.inner.architecture(encoder)
 
     def init_server(self, ctx: ServerContext) -> Each:
         """The same start for everybody."""
@@ -74,9 +84,17 @@ class Alone(Method[Each, Any, Any, Any]):
     def aggregate(self, server: Each, reports: Iterable[Report[Any]], ctx: ServerContext) -> Each:
         """Every server aggregates its one report."""
         states = dict(server.states)
+        if ctx.exchange.clients == ():  # the server's own work: here every client's own server's
+            for client, state in states.items():
+                states[client] = self._aggregate(state, [], ctx)
         for report in reports:
-            states[report.client] = self.inner.aggregate(states[report.client], [report], ctx)
+            states[report.client] = self._aggregate(states[report.client], [report], ctx)
         return Each(states)
+
+    def _aggregate(self, state: Any, reports: list[Report[Any]], ctx: ServerContext) -> Any:
+        # every server has the random numbers that it would have alone
+        with torch.random.fork_rng(devices=[]):
+            return self.inner.aggregate(state, reports, ctx)
 
     def encoder(self, server: Each, ctx: ServerContext) -> nn.Module:
         """The first client's; :meth:`encoders` has all."""

@@ -56,9 +56,17 @@ class Averaging(Method[D, C, D, D]):
         mean: Mean[D] = Mean(pooled=self.bn_stats == "pooled")
         for report in reports:
             mean.add(report.upload, report.examples)
-        result = mean.result()
-        # weights that never travel (bn_stats="local") stay as they were
-        return server if result is None else replace_tensors(server, flatten(result)[0])
+        return updated(server, mean)
+
+    def local_encoder(self, upload: D, ctx: ServerContext) -> nn.Module | None:
+        """What would be the global encoder if this client were the only one."""
+        return None if self.bn_stats == "local" else self.encoder(upload, ctx)
+
+
+def updated(value: D, mean: Mean[D]) -> D:
+    """``value`` with the tensors of ``mean``; what never travels (bn_stats="local") stays."""
+    result = mean.result()
+    return value if result is None else replace_tensors(value, flatten(result)[0])
 
 
 def backbone(weights: Weights, ctx: Context) -> nn.Module:

@@ -22,6 +22,7 @@ from furlong.losses import nt_xent
 from furlong.method import Local
 from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, Model, backbone
 from furlong.nets import head
+from furlong.peernorm import peers
 from furlong.weights import snapshot
 
 
@@ -30,6 +31,7 @@ class FedSimCLR(Averaging[Model, None]):
     """Contrast two views of each image with all other views of the batch."""
 
     paper: ClassVar[str] = "Chen et al. 2020 (SimCLR), averaged as in McMahan et al. 2017"
+    pairs_views: ClassVar[bool] = True
     leaves: ClassVar[str] = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
 
     temperature: float = 0.5
@@ -55,7 +57,8 @@ class FedSimCLR(Averaging[Model, None]):
         optimiser = ctx.optimiser(net)
         anchor = [p.detach().clone() for p in net.get_submodule("projector").parameters()]
         for batch in ctx.batches():
-            z1, z2 = net(torch.cat(batch.views())).chunk(2)
+            with peers(net):
+                z1, z2 = net(torch.cat(batch.views())).chunk(2)
             loss = nt_xent(z1, z2, self.temperature)
             if self.head_prox_mu:
                 moved = zip(net.get_submodule("projector").parameters(), anchor, strict=True)

@@ -1,0 +1,315 @@
+"""FCL: federated MoCo with feature fusion and neighbourhood matching.
+
+"Federated Contrastive Representation Learning with Feature Fusion and Neighborhood Matching",
+submitted to ICLR 2022 without the authors' names.
+
+    q = g(f(v)), k = g_k(f_k(v')), banks of K keys: Q_l of the client's images, Q̃_l of encoded ones
+    Q_s = the Q̃_l of all other clients; Q' = K random rows of Q_l ∪ Q_s
+    L = -log( e^{q·k/τ} / (e^{q·k/τ} + Σ_{n ∈ Q_l ∪ Q_s} e^{q·n/τ}) ) + λ·L_nm(q, Q')
+    θ_k ← m·θ_k + (1 - m)·θ after every step; the server averages θ and θ_k
+
+CL+FF+NM is the default, CL+FF has matching = 0, CL (MoCo) fusion = False besides.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from furlong.context import ClientContext, Context, ServerContext
+from furlong.errors import FurlongError, require
+from furlong.instahide import check_limits, instahide, instahide_cross
+from furlong.losses import info_nce, neighbourhood_matching
+from furlong.method import Local, Method, Report
+from furlong.methods.averaging import WEIGHTS_REVEAL, backbone, updated
+from furlong.methods.bank import enqueue, new_bank
+from furlong.nets import head, head_dim
+from furlong.payload import Weights, payload
+from furlong.weights import BatchNormPolicy, Mean, ema_, snapshot
+
+
+@payload
+class Pair:
+    """The query network and its slowly following copy."""
+
+    query: Weights
+    key: Weights
+
+
+@payload
+class Server:
+    """Both networks, and every client's newest features with the round they came in."""
+
+    query: Weights
+    key: Weights
+    features: dict[int, Tensor]
+    rounds: dict[int, int]
+    public: Tensor | None  # uint8 P×C×H×W for encoding="cross"
+    told: tuple[int, ...]  # clients that hold the public images
+
+
+@payload
+class Down:
+    """Both networks, and the features of all others, (M-1)K×d or fewer."""
+
+    query: Weights
+    key: Weights
+    remote: Tensor
+    public: Tensor | None
+
+
+@payload
+class Up:
+    """Both networks, and the client's features K×d, if it shares them."""
+
+    query: Weights
+    key: Weights
+    features: Tensor | None
+
+
+@payload
+class State:
+    """The banks that a client keeps, where both have their oldest row, the public images."""
+
+    local: Tensor
+    encoded: Tensor | None
+    position: int
+    public: Tensor | None
+
+
+@dataclass(frozen=True)
+class FCL(Method[Server, State, Down, Up]):
+    """Contrast with the features of all clients; pull towards the nearest of them."""
+
+    paper: ClassVar[str] = (
+        "Federated Contrastive Representation Learning with Feature Fusion and Neighborhood "
+        "Matching (FCL), anonymous submission to ICLR 2022"
+    )
+    keeps: ClassVar[str] = (
+        "its newest feature vectors (method.bank of its images and as many of encoded images), "
+        'and with encoding = "cross" the public images'
+    )
+    leaves: ClassVar[str] = (
+        "Weights of the query and the key network, and method.bank feature vectors of the client, "
+        "which the server forwards to every other client. Everybody holds the network that made "
+        "them, so they can be searched, tested for membership and inverted, and secure "
+        'aggregation cannot protect what must be forwarded one by one. With encoding = "none" '
+        f"they are features of the plain images. {WEIGHTS_REVEAL}"
+    )
+    caution: ClassVar[str] = (
+        "InstaHide, through which images go before their features are shared, is obfuscation and "
+        "no encryption: Carlini et al. broke it in 2020 (arXiv 2011.05315). It guarantees nothing. "
+        'Off: encoding = "none"; nothing but weights is shared with fusion = false.'
+    )
+
+    bank: int = 4096  # K
+    decay: float = 0.99  # m
+    temperature: float = 0.1
+    fusion: bool = True
+    negatives: Literal["union", "remote_only"] = "union"
+    matching: float = 0.1  # λ; the paper's λ, N and temperature are not known
+    neighbours: int = 10  # N
+    matching_temperature: float = 0.1
+    encoding: Literal["inside", "cross", "none"] = "inside"  # InstaHide on the shared images
+    mix: int = 4  # images in one, encoding="inside"
+    mix_cross: int = 6  # the same for "cross": two private ones, the rest public
+    max_coefficient: float = 0.65  # c₁: no image weighs more
+    private_share: float = 0.3  # c₂: the two private images of "cross" weigh at least this
+    public_images: int = 2000  # sent once to every client for "cross"
+    max_staleness: int = 0  # rounds after which features are not passed on; 0: never
+    projection_head: str = "proj_128"
+    bn_stats: BatchNormPolicy = field(default="average", kw_only=True)
+
+    def __post_init__(self) -> None:
+        require(self.bank >= 1, "bank", self.bank, "at least 1")
+        require(0 <= self.decay <= 1, "decay", self.decay, "between 0 and 1")
+        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
+        require(0 <= self.matching < inf, "matching", self.matching, "at least 0")
+        enough = 1 <= self.neighbours < self.bank or not self.matching
+        require(enough, "neighbours", self.neighbours, f"from 1 to bank - 1 = {self.bank - 1}")
+        softness = self.matching_temperature
+        require(0 < softness < inf, "matching_temperature", softness, "above 0")
+        require(self.mix >= 1, "mix", self.mix, "at least 1")
+        require(self.mix_cross >= 3, "mix_cross", self.mix_cross, "at least 3: two are private")
+        if self.encoding == "inside":
+            check_limits(self.mix, self.max_coefficient)
+        elif self.encoding == "cross":
+            check_limits(self.mix_cross, self.max_coefficient, 2, self.private_share)
+        require(self.public_images >= 1, "public_images", self.public_images, "at least 1")
+        require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "at least 0")
+
+    @property
+    def needs_public(self) -> bool:  # type: ignore[override]
+        """Only to mix public images into private ones."""
+        return self.fusion and self.encoding == "cross"
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the shared features are of other images than the contrasted ones."""
+        return self.fusion and self.encoding != "none"
+
+    def network(self, ctx: Context) -> nn.Module:
+        """Backbone and projector: images B×C×H×W to projections B×d."""
+        projector = head(self.projection_head, ctx.width)
+        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), projector=projector))
+
+    def width(self, ctx: Context) -> int:
+        """The d of features."""
+        with torch.device("meta"):  # only its width is wanted
+            return head_dim(head(self.projection_head, ctx.width))
+
+    def init_server(self, ctx: ServerContext) -> Server:
+        """The key network starts as the query network; the public images are drawn."""
+        public = None
+        if self.needs_public:
+            if ctx.public is None:
+                raise FurlongError('encoding = "cross" needs public images: give --public NAME.')
+            public = ctx.public.pixels(torch.randperm(len(ctx.public))[: self.public_images])
+            if public.shape[1] != ctx.setup.channels:
+                raise FurlongError(
+                    f"the public images have {public.shape[1]} channels, the clients' "
+                    f"{ctx.setup.channels}: they cannot be mixed."
+                )
+        return self._start(public, ctx)
+
+    def init_client(self, ctx: ClientContext) -> State:
+        """Banks of random rows: an upload has K rows from the first round on."""
+        encoded = new_bank(self.bank, self.width(ctx)) if self.encodes else None
+        return State(new_bank(self.bank, self.width(ctx)), encoded, 0, None)
+
+    def download(self, server: Server, client: int, ctx: ServerContext) -> Down:
+        """Both networks and the features of the others, never the client's own."""
+        oldest = ctx.exchange.round - self.max_staleness if self.max_staleness else -1
+        remote = [
+            server.features[other]
+            for other in sorted(server.features)
+            if other != client and server.rounds[other] >= oldest
+        ]
+        rows = torch.cat([torch.empty(0, self.width(ctx)), *remote])
+        public = None if client in server.told else server.public
+        return Down(server.query, server.key, rows, public)
+
+    def local_update(self, state: State, down: Down, ctx: ClientContext) -> Local[State, Up]:
+        """MoCo with the others' features; a second bank of encoded images for them."""
+        query = ctx.network("query", lambda: self.network(ctx), down.query)
+        key = ctx.network("key", lambda: self.network(ctx), down.key).requires_grad_(False)
+        optimiser, device = ctx.optimiser(query), ctx.setup.device
+        # one buffer, whose last K rows are the local bank: nothing is joined at every step
+        union = torch.cat([down.remote, state.local]).to(device)
+        remote, local = union[: len(down.remote)], union[len(down.remote) :]
+        encoded = None if state.encoded is None else state.encoded.to(device, copy=True)
+        negatives = remote if self.negatives == "remote_only" and len(remote) else union
+        position, public = state.position, state.public if down.public is None else down.public
+        for batch in ctx.batches():
+            view, other = batch.views()
+            with torch.no_grad():
+                k = F.normalize(key(other), dim=1)
+                if encoded is not None:
+                    with untracked(key):  # mixtures are no sample of the images
+                        shared = F.normalize(key(self.encode(other, public, ctx)), dim=1)
+            q = query(view)
+            loss = info_nce(q, k, negatives, self.temperature)
+            if self.matching:
+                sample = union[torch.randperm(len(union))[: self.bank].to(device)]
+                matched = neighbourhood_matching(
+                    q, sample, self.neighbours, self.matching_temperature
+                )
+                loss = loss + self.matching * matched
+            optimiser.step(loss)
+            ema_(key, query, self.decay)
+            if encoded is not None:
+                enqueue(encoded, position, shared)
+            position = enqueue(local, position, k)
+        kept = State(local.cpu(), None if encoded is None else encoded.cpu(), position, public)
+        shown = kept.local if kept.encoded is None else kept.encoded
+        up = Up(snapshot(query), snapshot(key), shown if self.fusion else None)
+        return Local(kept, up, optimiser.metrics())
+
+    def encode(self, images: Tensor, public: Tensor | None, ctx: ClientContext) -> Tensor:
+        """The batch by InstaHide: mixed inside itself, or with as many views of public images."""
+        if self.encoding == "inside":
+            return instahide(images, self.mix, self.max_coefficient)
+        if public is None:
+            raise FurlongError("the client has lost the public images, which are sent only once.")
+        some = public[torch.randint(len(public), (len(images),))].to(images.device)
+        (views,) = ctx.setup.augment.views(some, 1)
+        limits = self.private_share, self.max_coefficient
+        return instahide_cross(images, views, self.mix_cross, 2, *limits)
+
+    def expected(self, server: Server, client: int, ctx: ServerContext) -> Up:  # noqa: ARG002
+        """The server's networks and K rows."""
+        return Up(server.query, server.key, self._rows(ctx) if self.fusion else None)
+
+    def aggregate(
+        self, server: Server, reports: Iterable[Report[Up]], ctx: ServerContext
+    ) -> Server:
+        """Mean of both networks; each client's features replace its older ones."""
+        mean: Mean[Pair] = Mean(pooled=self.bn_stats == "pooled")
+        features: dict[int, Tensor] = {}
+        heard: list[int] = []
+        for report in reports:
+            upload = report.upload
+            mean.add(Pair(upload.query, upload.key), report.examples)
+            heard.append(report.client)
+            if upload.features is not None:
+                # a copy: the upload's tensors are views that keep its whole buffer alive
+                features[report.client] = upload.features.clone()
+        nets = updated(Pair(server.query, server.key), mean)
+        return self._heard(replace(server, query=nets.query, key=nets.key), heard, features, ctx)
+
+    def outline(self, server: Server | None, cohort: list[int], ctx: ServerContext) -> Server:
+        """Features of those who took part come on top."""
+        if server is None:
+            setup = ctx.setup
+            shape = (self.public_images, setup.channels, setup.image_size, setup.image_size)
+            blank = torch.zeros((), dtype=torch.uint8).expand(shape)
+            return self._start(blank if self.needs_public else None, ctx)
+        features = dict.fromkeys(cohort, self._rows(ctx)) if self.fusion else {}
+        return self._heard(server, cohort, features, ctx)
+
+    def _start(self, public: Tensor | None, ctx: ServerContext) -> Server:
+        start = snapshot(self.network(ctx))
+        return Server(start, start, {}, {}, public, ())
+
+    def _heard(
+        self, server: Server, clients: list[int], features: dict[int, Tensor], ctx: ServerContext
+    ) -> Server:
+        told = server.told
+        if self.needs_public:  # a client that answered has kept the images
+            told = tuple(sorted({*told, *clients}))
+        stamps = server.rounds | dict.fromkeys(features, ctx.exchange.round)
+        return replace(server, features=server.features | features, rounds=stamps, told=told)
+
+    def _rows(self, ctx: Context) -> Tensor:
+        """A stand-in for K features."""
+        return torch.zeros(()).expand(self.bank, self.width(ctx))
+
+    def encoder(self, server: Server, ctx: ServerContext) -> nn.Module:
+        """The backbone of the query network."""
+        return backbone(server.query, ctx)
+
+    def local_encoder(self, upload: Up, ctx: ServerContext) -> nn.Module | None:
+        """What would be the global encoder if this client were the only one."""
+        return None if self.bn_stats == "local" else backbone(upload.query, ctx)
+
+
+@contextmanager
+def untracked(module: nn.Module) -> Iterator[None]:
+    """Inside, BatchNorm normalises by the batch and leaves its running statistics alone."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True

@@ -1,0 +1,357 @@
+"""MFCL: modular federated contrastive learning with peer normalization (anonymous, 2022).
+
+Phase 1, rounds of FedAvg: clients train an autoencoder, the sensor, on two views of each image,
+    B = (x̃_1,1 … x̃_K,1, x̃_1,2 … x̃_K,2),  L = BCE(g(f(B)), B)
+with peer normalization: rows i and i+K share their statistics.
+Phase 2: clients encode two views of their images with the frozen f and send the representations;
+the server takes one mini-batch of b pairs from each client, stacks them to one large batch and
+trains a discriminator and a projector on it with SimCLR's loss. The encoder is discriminator ∘ f.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from furlong.context import ClientContext, Context, Exchange, ServerContext, Setup, Shard
+from furlong.data.augment import unit
+from furlong.errors import FurlongError, require
+from furlong.losses import nt_xent
+from furlong.method import Local, Method, Report
+from furlong.methods.averaging import WEIGHTS_REVEAL, Model, updated
+from furlong.nets import head, out_dim
+from furlong.ondisk import mapped, require_space, write
+from furlong.optim import LARS, warmup_cosine
+from furlong.payload import Weights, payload
+from furlong.peernorm import Kind, Statistics, peers
+from furlong.sensor import REPRESENTATION_CHANNELS, Sensor, trunk
+from furlong.weights import BatchNormPolicy, Mean, restore, snapshot
+
+
+@payload
+class Server:
+    """Sensor, discriminator with projector and momentum, and what each client has sent."""
+
+    sensor: Weights
+    discriminator: Weights
+    momentum: Weights
+    held: dict[int, tuple[int, ...]]  # client -> parts of its representations, on disk
+
+
+@payload
+class Codes:
+    """Representations of two views of n images: n×2×64×S×S."""
+
+    pairs: Tensor
+
+
+@dataclass(frozen=True)
+class MFCL(Method[Server, None, Model, Model | Codes]):
+    """A small autoencoder learns at the clients, the rest learns at the server from its codes."""
+
+    paper: ClassVar[str] = (
+        "Modular Federated Contrastive Learning with Peer Normalization, anonymous submission, 2022"
+    )
+    leaves: ClassVar[str] = (
+        "Sensor weights; then the sensor's representations of two views of every image, from which "
+        "the server, which holds the decoder, can draw the images. " + WEIGHTS_REVEAL
+    )
+    caution: ClassVar[str] = (
+        "The representations are invertible by construction: the decoder that was trained to "
+        "invert them is at the server, and 65,536 values stand for an image of 3,072. BatchNorm's "
+        "collapse in the paper depends on bn_stats, and its GroupNorm baseline had other groups. "
+        "Refreshing the views every epoch costs more traffic than averaging whole encoders."
+    )
+
+    representation: Literal["rep32", "rep16"] = "rep32"
+    norm: Kind = "pn"
+    statistics: Statistics = "pooled"  # of peer normalization; avg_moments: the public code
+    reconstruction: Literal["bce", "mse"] = "bce"
+    refresh: Literal["once", "per_epoch"] = "once"  # when clients send representations
+    drop: float = 0.0  # δ: share of the clients that are missing in phase 2
+    min_clients: int = 1  # Q
+    pairs_per_client: int = 32  # b
+    server_epochs: int = 400
+    server_optimiser: Literal["lars", "sgd"] = "lars"
+    server_lr: float = 1.5  # per 256 pairs
+    server_momentum: float = 0.9
+    server_weight_decay: float = 1e-4
+    warmup: float = 0.025  # share of the epochs: 10 of 400
+    temperature: float = 0.3
+    projection_head: str = "mfcl_proj"
+    probe_input: Literal["backbone", "projection"] = "backbone"  # what the encoder ends with
+    upload_mb: int = 256  # most that a client sends at once; bounds the memory of phase 2
+    bn_stats: BatchNormPolicy = field(default="average", kw_only=True)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.drop < 1, "drop", self.drop, "at least 0 and below 1")
+        for name in ("min_clients", "pairs_per_client", "server_epochs", "upload_mb"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("temperature", "server_lr"):
+            require(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0")
+        require(0 <= self.warmup <= 1, "warmup", self.warmup, "a share, 0 to 1")
+
+    # ------------------------------------------------------------ plan
+
+    def plan(self, setup: Setup) -> Iterator[Exchange]:
+        """Rounds of sensor training; then representations, and epochs of the server's own."""
+        for index in range(setup.rounds):
+            yield Exchange(index, "sensor")
+        senders = self.senders(setup)
+        for epoch in range(self.server_epochs):
+            if epoch == 0 or self.refresh == "per_epoch":
+                for part in range(self.parts(setup)):
+                    yield Exchange(setup.rounds + epoch, "encode", senders, part)
+            yield Exchange(setup.rounds + epoch, "discriminate", ())
+
+    def senders(self, setup: Setup) -> tuple[int, ...]:
+        """The clients of phase 2: all but ⌊δM⌋, drawn by the run's seed."""
+        clients = sorted(setup.sizes)
+        left = len(clients) - int(self.drop * len(clients) + 1e-9)
+        if left < self.min_clients:
+            raise FurlongError(
+                f"method.drop = {self.drop} leaves {left} of {len(clients)} clients for phase 2; "
+                f"method.min_clients is {self.min_clients}."
+            )
+        order = torch.randperm(
+            len(clients), generator=torch.Generator().manual_seed(setup.seed)
+        ).tolist()
+        return tuple(sorted(clients[i] for i in order[:left]))
+
+    def shape(self, setup: Setup) -> tuple[int, int, int]:
+        """Of one representation."""
+        size = setup.image_size if self.representation == "rep32" else setup.image_size // 2
+        return REPRESENTATION_CHANNELS, size, size
+
+    def parts(self, setup: Setup) -> int:
+        """In how many exchanges clients send their representations."""
+        channels, height, width = self.shape(setup)
+        pair = 2 * channels * height * width * 4
+        at_once = max(1, (self.upload_mb << 20) // pair)
+        return ceil(max(setup.sizes.values()) / at_once)
+
+    def images_of(self, client: int, part: int, setup: Setup) -> range:
+        """The client's images whose representations are in ``part``."""
+        return range(part, setup.sizes[client], self.parts(setup))
+
+    # ------------------------------------------------------------ networks
+
+    def architecture(self, encoder: str) -> str:
+        """``rep32_pn+resnet18``."""
+        if "+" in encoder:
+            raise FurlongError(
+                f"MFCL's normalisation is method.norm; model.encoder or early_norm gives {encoder}."
+            )
+        ending = f".{self.statistics}" if self.norm == "pn" and self.statistics != "pooled" else ""
+        name = f"{self.representation}_{self.norm}{ending}+{encoder}"
+        return name if self.probe_input == "backbone" else f"{name}+{self.projection_head}"
+
+    def sensor(self, ctx: Context) -> nn.Module:
+        """The autoencoder: images B×C×S×S to logits of the same shape."""
+        return Sensor(ctx.setup.channels, self.representation, self.norm, self.statistics)
+
+    def discriminator(self, ctx: Context) -> nn.Module:
+        """Representations B×64×S×S to projections B×d_z."""
+        channels, size, _ = self.shape(ctx.setup)
+        body = trunk(ctx.setup.encoder.split("+")[1], size)
+        projector = head(self.projection_head, out_dim(body, channels, size))
+        return nn.Sequential(OrderedDict(discriminator=body, projector=projector))
+
+    def init_server(self, ctx: ServerContext) -> Server:
+        """Both networks, freshly initialised."""
+        return Server(snapshot(self.sensor(ctx)), snapshot(self.discriminator(ctx)), {}, {})
+
+    # ------------------------------------------------------------ clients
+
+    def download(self, server: Server, client: int, ctx: ServerContext) -> Model:  # noqa: ARG002
+        """The sensor; its encoder alone when representations are wanted."""
+        if ctx.exchange.kind == "sensor":
+            return Model(server.sensor)
+        return Model({n: w for n, w in server.sensor.items() if n.startswith("encoder.")})
+
+    def local_update(
+        self, state: None, down: Model, ctx: ClientContext
+    ) -> Local[None, Model | Codes]:
+        """Train the sensor, or encode."""
+        if ctx.exchange.kind == "encode":
+            return Local(state, Codes(self.encode(down, ctx)))
+        sensor = ctx.network("sensor", lambda: self.sensor(ctx), down.weights)
+        optimiser = ctx.optimiser(sensor)
+        for batch in ctx.batches():
+            images = torch.cat(batch.views())
+            with peers(sensor):
+                target = unit(images, ctx.setup.augment)
+                optimiser.step(self.mismatch(sensor(images), target))
+        return Local(state, Model(snapshot(sensor)), optimiser.metrics())
+
+    def mismatch(self, logits: Tensor, images: Tensor) -> Tensor:
+        """Reconstruction loss against pixels in [0, 1], mean over pixels and images."""
+        if self.reconstruction == "mse":
+            return F.mse_loss(logits.sigmoid(), images)
+        return F.binary_cross_entropy_with_logits(logits, images)
+
+    def encode(self, down: Model, ctx: ClientContext) -> Tensor:
+        """Representations n×2×64×S×S of one part of the client's images, in random order."""
+
+        def build() -> nn.Module:
+            whole = self.sensor(ctx)
+            return nn.Sequential(OrderedDict(encoder=whole.get_submodule("encoder")))
+
+        encoder = ctx.network("encoder", build, down.weights).eval()
+        own = torch.tensor(
+            self.images_of(ctx.client, ctx.exchange.part, ctx.setup), dtype=torch.long
+        )
+        pairs = torch.empty(len(own), 2, *self.shape(ctx.setup))
+        shard = Shard(ctx.data.images, ctx.data.rows[own[torch.randperm(len(own))]])
+        start = 0
+        for batch in ctx.batches_of(shard, 1, shuffle=False) if len(own) else ():
+            with torch.no_grad(), peers(encoder):
+                first, second = encoder(torch.cat(batch.views())).chunk(2)
+            pairs[start : start + len(first), 0] = first
+            pairs[start : start + len(first), 1] = second
+            start += len(first)
+        return pairs
+
+    # ------------------------------------------------------------ server
+
+    def expected(self, server: Server, client: int, ctx: ServerContext) -> Model | Codes:
+        """A sensor, or representations."""
+        if ctx.exchange.kind == "sensor":
+            return Model(server.sensor)
+        count = len(self.images_of(client, ctx.exchange.part, ctx.setup))
+        return Codes(torch.zeros(()).expand(count, 2, *self.shape(ctx.setup)))
+
+    def aggregate(
+        self, server: Server, reports: Iterable[Report[Model | Codes]], ctx: ServerContext
+    ) -> Server:
+        """Average sensors, store representations, or train an epoch."""
+        if ctx.exchange.kind == "discriminate":
+            return self.train(server, ctx)
+        if ctx.exchange.kind == "encode":
+            return self.store(server, reports, ctx)
+        mean: Mean[Model] = Mean(pooled=self.bn_stats == "pooled")
+        for report in reports:
+            assert isinstance(report.upload, Model)
+            mean.add(report.upload, report.examples)
+        return replace(server, sensor=updated(Model(server.sensor), mean).weights)
+
+    def folder(self, ctx: ServerContext, age: int = 0) -> Path:
+        """Where the representations of this epoch (or an earlier one) lie."""
+        epoch = ctx.exchange.round - ctx.setup.rounds if self.refresh == "per_epoch" else 0
+        return ctx.workspace() / f"representations-{epoch - age:04d}"
+
+    def store(
+        self, server: Server, reports: Iterable[Report[Model | Codes]], ctx: ServerContext
+    ) -> Server:
+        """To disk with the representations; the state only says which there are."""
+        folder, part = self.folder(ctx), ctx.exchange.part
+        held = {} if part == 0 else dict(server.held)
+        if part == 0:
+            shutil.rmtree(self.folder(ctx, age=2), ignore_errors=True)
+            folder.mkdir(exist_ok=True)
+            images = sum(ctx.setup.sizes[client] for client in ctx.exchange.clients or ())
+            channels, height, width = self.shape(ctx.setup)
+            require_space(folder, images * 2 * channels * height * width * 4)
+        for report in reports:
+            assert isinstance(report.upload, Codes)
+            write(_file(folder, report.client, part), report.upload.pairs)
+            held[report.client] = (*held.get(report.client, ()), part)
+        return replace(server, held=held)
+
+    def train(self, server: Server, ctx: ServerContext) -> Server:
+        """One epoch of the discriminator and the projector."""
+        if len(server.held) < self.min_clients:
+            raise FurlongError(
+                f"{len(server.held)} client(s) sent representations; method.min_clients is "
+                f"{self.min_clients}."
+            )
+        net = ctx.network("discriminator", lambda: self.discriminator(ctx), server.discriminator)
+        optimiser = self.optimiser(net, server.momentum)
+        steps = list(self.steps(server, ctx))
+        epoch = ctx.exchange.round - ctx.setup.rounds
+        scale = self.server_lr * len(server.held) * self.pairs_per_client / 256
+        losses = []
+        for step, mini_batches in enumerate(steps):
+            progress = (epoch + step / len(steps)) / self.server_epochs
+            for group in optimiser.param_groups:
+                group["lr"] = scale * warmup_cosine(progress, self.warmup)
+            batch = stacked(mini_batches).to(ctx.setup.device, memory_format=torch.channels_last)
+            first, second = net(batch).chunk(2)
+            loss = nt_xent(first, second, self.temperature)
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            losses.append(loss.detach())
+        ctx.metrics["loss"] = float(torch.stack(losses).mean())
+        momentum = {
+            name: optimiser.state[p]["momentum_buffer"].detach().cpu().contiguous()
+            for name, p in net.named_parameters()
+        }
+        return replace(server, discriminator=snapshot(net), momentum=momentum)
+
+    def steps(self, server: Server, ctx: ServerContext) -> Iterator[list[Tensor]]:
+        """Mini-batches b×2×64×S×S, one from each client that has any left, for every step."""
+        queues = []
+        for client, parts in server.held.items():
+            queue: list[Tensor] = []
+            for part in parts:
+                count = len(self.images_of(client, part, ctx.setup))
+                shape = (count, 2, *self.shape(ctx.setup))
+                pairs = mapped(_file(self.folder(ctx), client, part), shape)
+                size = min(self.pairs_per_client, count)
+                queue += [pairs[i * size : (i + 1) * size] for i in range(count // max(1, size))]
+            queues.append([queue[i] for i in torch.randperm(len(queue)).tolist()])
+        for step in range(max(map(len, queues))):
+            now = [queue[step] for queue in queues if step < len(queue)]
+            if len(now) >= self.min_clients:
+                yield now
+
+    def optimiser(self, net: nn.Module, momentum: Weights) -> torch.optim.Optimizer:
+        """LARS or SGD, going on with the momentum of the epoch before."""
+        kind = LARS if self.server_optimiser == "lars" else torch.optim.SGD
+        made = kind(
+            net.parameters(),
+            lr=self.server_lr,
+            momentum=self.server_momentum,
+            weight_decay=self.server_weight_decay,
+        )
+        for name, parameter in net.named_parameters():
+            if name in momentum:
+                buffer = torch.empty_like(parameter).copy_(momentum[name])
+                made.state[parameter]["momentum_buffer"] = buffer
+        return made
+
+    def encoder(self, server: Server, ctx: ServerContext) -> nn.Module:
+        """Discriminator ∘ sensor, a lone image being its own peer."""
+        encoder = ctx.encoder()
+        sensor = {
+            f"sensor.{name.removeprefix('encoder.')}": w
+            for name, w in server.sensor.items()
+            if name.startswith("encoder.")
+        }
+        names = encoder.state_dict().keys()
+        rest = {name: w for name, w in server.discriminator.items() if name in names}
+        restore(encoder, sensor | rest)
+        return encoder.eval()
+
+
+def _file(folder: Path, client: int, part: int) -> Path:
+    return folder / f"client-{client:05d}-part-{part:04d}.bin"
+
+
+def stacked(mini_batches: Sequence[Tensor]) -> Tensor:
+    """Mini-batches b×2×C×H×W to one batch 2P×C×H×W: the peer of row r is row r + P.
+
+    One random permutation for the first and the second views.
+    """
+    pairs = torch.cat(list(mini_batches))
+    return pairs[torch.randperm(len(pairs))].transpose(0, 1).flatten(0, 1)
