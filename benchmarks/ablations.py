@@ -101,6 +101,11 @@ def rows() -> list[Row]:
                 *(("bn", "local"), ("none", "average")),
             )
         ),
+        (
+            "MFCL (Table 2's norms)",
+            "pn, views encoded apart (pair_codes = false)",
+            {**mfcl, "method.norm": "pn", "method.pair-codes": "false"},
+        ),
         ("FedU (Table 4 and DAPU)", "online, online, dapu (FedU)", {"method": "fedu"}),
         *(
             (

@@ -49,6 +49,7 @@ def test_every_file_is_written(finished: Any) -> None:
     assert {p.name for p in folder.iterdir()} - {".lock"} == {
         "config.toml",
         "partition.json",
+        "random.safetensors",
         "metrics.jsonl",
         "checkpoints",
         "tensorboard",
@@ -193,12 +194,12 @@ def test_damaged_and_missing_encoders_are_named(finished: Any, tmp_path: Path) -
     load_encoder(tmp_path)
     whole = (tmp_path / "encoder.safetensors").read_bytes()
     (tmp_path / "encoder.safetensors").write_bytes(whole[:-10])
-    with pytest.raises(FurlongError, match="does not hold a small"):
+    with pytest.raises(FurlongError, match="does not hold a Small"):
         load_encoder(tmp_path)
     about = json.loads((tmp_path / "encoder.json").read_text())
     (tmp_path / "encoder.safetensors").write_bytes(whole)
     (tmp_path / "encoder.json").write_text(json.dumps(about | {"encoder": "cnn5"}))
-    with pytest.raises(FurlongError, match="does not hold a cnn5"):
+    with pytest.raises(FurlongError, match="does not hold a CNN5"):
         load_encoder(tmp_path)
     (tmp_path / "encoder.json").write_text("{")
     with pytest.raises(FurlongError, match="cannot read"):

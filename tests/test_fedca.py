@@ -19,6 +19,7 @@ from furlong.errors import FurlongError
 from furlong.losses import alignment_loss, dictionary_nce
 from furlong.method import Local, Report
 from furlong.methods.fedca import Down, FedCA, State, Up
+from furlong.nets import evaluating
 from furlong.payload import pack, traffic
 from furlong.rounds import Server, run_client, seeded, threads
 from furlong.weights import snapshot
@@ -473,3 +474,23 @@ def test_the_encoder_of_an_upload(prepared: Any) -> None:
 def test_fields_that_cannot_work_are_refused(field: str, value: Any) -> None:
     with pytest.raises(FurlongError, match=rf"method\.{field} is"):
         from_tree({}, {"method": "fedca", f"method.{field}": value}, "test")
+
+
+def test_rows_of_the_received_or_the_trained_model(prepared: Any) -> None:
+    """The papers' text says the one, their Algorithm 1 the other."""
+    for which in ("local", "global"):
+        p = prepared("fedca", **{"method.dict_model": which})
+        start = p.server.init()
+        with InProcess(p.method, p.federation, p.setup) as transport:
+            first, second = p.server.run(p.federation, transport, start)
+        net = p.method.network(p.server.context(first.exchange))
+        net.load_state_dict(start.weights)
+        images = p.setup.augment.plain(p.train.pixels[p.federation.rows[0]])
+        with evaluating(net):
+            received = F.normalize(net(images), dim=1)
+        near = (first.server.rows[0] @ received.T).max(dim=1).values
+        assert bool((near > 1 - 1e-5).all()) == (which == "global")
+        cosine = second.metrics[0]["dictionary_cosine"]
+        rows = torch.cat(list(first.server.rows.values()))
+        assert cosine == pytest.approx(float((rows @ rows.T).mean()), rel=1e-4)
+        assert "dictionary_cosine" not in first.metrics[0]

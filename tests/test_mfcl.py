@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from furlong.errors import FurlongError
 from furlong.method import Report
 from furlong.methods.mfcl import MFCL, Codes, Server, stacked
 from furlong.payload import flatten, pack
+from furlong.peernorm import peers
 from furlong.rounds import run_client
 
 
@@ -109,6 +111,34 @@ def test_representations_pair_two_views_of_one_image() -> None:
     assert sorted(nearest.indices.tolist()) == list(range(24))
 
 
+def test_shared_statistics_give_pairs_away() -> None:
+    """Paired, the two views' group means are opposite: that alone tells which two belong together.
+
+    Encoded apart they are not; this is why ``pair_codes`` can be switched off.
+    """
+    for paired in (True, False):
+        p = make(pair_codes=paired)
+        exchange = next(e for e in p.server.exchanges() if e.kind == "encode")
+        down = p.method.download(p.server.init(), 0, p.server.context(exchange))
+        ctx = ClientContext(p.setup, exchange, Networks(), client=0, data=p.federation.shard(0))
+        encoder = torch.nn.Module()
+        encoder.add_module("encoder", p.method.sensor(ctx).get_submodule("encoder"))
+        encoder.load_state_dict(down.weights)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            views = torch.cat(p.setup.augment.views(p.train.pixels[:8], 2))
+        last = encoder.get_submodule("encoder.norm2")
+        seen: list[torch.Tensor] = []
+        hook = last.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.clone()))
+        with torch.no_grad(), peers(encoder) if paired else nullcontext():
+            encoder.get_submodule("encoder")(views)
+        hook.remove()
+        means = seen[0].unflatten(1, (16, 4)).mean((2, 3, 4))  # views × groups
+        first, second = means.chunk(2)
+        assert torch.allclose(first, -second, atol=1e-4)
+        assert (first.abs().max() > 1e-3) == paired
+
+
 def run(p: Any, until: int | None = None) -> Any:
     state = p.server.init()
     with InProcess(p.method, p.federation, p.setup) as transport:
@@ -151,6 +181,7 @@ def test_phases_change_what_they_should() -> None:
         {"server_optimiser": "sgd", "server_lr": 0.1},
         {"refresh": "per_epoch"},
         {"drop": 0.4},
+        {"pair_codes": False},
         {"probe_input": "projection"},
     ],
     ids=str,

@@ -191,7 +191,7 @@ def test_statistics_by_name() -> None:
         found = {p.statistics for p in encoder.modules() if isinstance(p, PeerNorm)}
         assert found == ({statistics} if kind == "pn" else set())
     assert SENSORS["rep16_pn.eq3_literal"] == ("rep16", "pn", "eq3_literal")
-    assert len(SENSORS) == 14
+    assert len(SENSORS) == 16
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,16 @@ arXiv:2010.08982, 2020; FITEE 2023, doi:10.1631/FITEE.2200268.
     Z_t ← α·Z_{t-1} + (1 - α)·z_t for every local image, Z_0 = 0;   dictionary row = Z_t/‖Z_t‖
 
 Papers are silent or at odds here: a client uploads its share ⌈K·n_k/Σn⌉ of the dictionary's K rows,
-made by the model it has just trained. Where not everybody takes part (they always do in the
-papers), the server keeps the newest rows of each client, and t counts a client's participations.
+made by the model it has just trained (or by the one it received: dict_model). Where not everybody
+takes part (they always do in the papers), the server keeps the newest rows of each client, and t
+counts a client's participations.
 The alignment model is SimCLR on the public images. Each step draws a mini-batch of these and runs
 it without augmentation and on BatchNorm's running statistics: so equal models have distance zero,
 and public images leave no trace in a client's statistics.
 
-Figure 5: (i) fedsimclr, (ii) dictionary = 0, (iii) ensembling = 0 and alignment = 0,
-(iv) alignment = 0, (v) the defaults. With dictionary = 0 and alignment = 0 the loss is not
-SimCLR's but its one-sided relative: N - 1 negatives, all from the other view.
+Figure 5: (i) dictionary = 0 and alignment = 0, (ii) dictionary = 0, (iii) ensembling = 0 and
+alignment = 0, (iv) alignment = 0, (v) the defaults. (i) is not quite fedsimclr, whose loss has both
+directions and 2N - 2 negatives: here there are N - 1, all from the other view.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class FedCA(Method[Server, State, Down, Up]):
     align_epochs: int = 100
     # over the images of a mini-batch; dimensions are summed. "sum" is as printed: B times stronger
     align_reduction: Literal["mean", "sum"] = "mean"
+    dict_model: Literal["local", "global"] = "local"  # trained (Algorithm 1) or received (text)
     dict_upload: Literal["sample", "full"] = "sample"  # full: all rows go up, the server samples
     exclude_own: bool = False  # send a client only the rows of others: no image is its own negative
     symmetric: bool = False  # also contrast view j with view i, as the papers do not
@@ -210,6 +212,9 @@ class FedCA(Method[Server, State, Down, Up]):
         net = ctx.network("net", lambda: self.network(ctx), down.weights)
         dictionary = down.dictionary.to(ctx.setup.device)
         optimiser = ctx.optimiser(net)
+        ensemble = None
+        if self.dictionary and self.dict_model == "global":
+            ensemble = self.ensemble(net, state.ensemble, ctx)
         parts = []
         for batch in ctx.batches():
             with peers(net):
@@ -224,9 +229,12 @@ class FedCA(Method[Server, State, Down, Up]):
         if parts:
             means = torch.stack(parts).mean(dim=0).tolist()
             metrics |= dict(zip(("contrastive", "alignment"), means, strict=True))
+        if len(dictionary):  # 1: all rows are one, and there is nothing to tell images apart by
+            metrics["dictionary_cosine"] = float(dictionary.mean(dim=0).square().sum())
         weights, rows = snapshot(net), self.blank(0, ctx)
         if self.dictionary:
-            ensemble = self.ensemble(net, state.ensemble, ctx)
+            if ensemble is None:
+                ensemble = self.ensemble(net, state.ensemble, ctx)
             state = replace(state, ensemble=ensemble)
             rows = F.normalize(ensemble, dim=1)  # the bias correction 1/(1 - αᵗ) would cancel
             if self.dict_upload == "sample":

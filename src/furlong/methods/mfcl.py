@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from pathlib import Path
@@ -76,6 +77,9 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     norm: Kind = "pn"
     statistics: Statistics = "pooled"  # of peer normalization; avg_moments: the public code
     reconstruction: Literal["bce", "mse"] = "bce"
+    # in phase 2; without pairing, as at inference. Statistics that two views share tell which two
+    # belong together, so that the discriminator can solve its task without looking at the images.
+    pair_codes: bool = True
     refresh: Literal["once", "per_epoch"] = "once"  # when clients send representations
     drop: float = 0.0  # δ: share of the clients that are missing in phase 2
     min_clients: int = 1  # Q
@@ -214,7 +218,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         shard = Shard(ctx.data.images, ctx.data.rows[own[torch.randperm(len(own))]])
         start = 0
         for batch in ctx.batches_of(shard, 1, shuffle=False) if len(own) else ():
-            with torch.no_grad(), peers(encoder):
+            with torch.no_grad(), peers(encoder) if self.pair_codes else nullcontext():
                 first, second = encoder(torch.cat(batch.views())).chunk(2)
             pairs[start : start + len(first), 0] = first
             pairs[start : start + len(first), 1] = second

@@ -1,0 +1,197 @@
+"""What the extra parts of FCL and FedCA cost, beside the same local step without them.
+
+    python benchmarks/steps.py fcl [--json] [--encoder resnet18] [--batch 128] ...
+    python benchmarks/steps.py fedca [--encoder cnn5] ...
+
+One thread, as clients compute. Each step is one client's whole ``local_update`` of a single batch
+without fixed costs (networks are built, banks are full): views, networks, losses, backward,
+optimiser, banks. The variants are run in turn; medians of processor time count.
+
+FCL: matching may add 35 %. FedCA: dictionary and alignment may add 30 % beyond the passes that the
+method needs by definition: a forward and backward pass of B alignment images at every step
+and a forward pass of all local images (here B) at the end of a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from furlong.assemble import Prepared, prepare
+from furlong.config import from_tree
+from furlong.context import ClientContext, Exchange, Networks
+from furlong.engines.inprocess import keep_freed_memory
+from furlong.losses import info_nce, neighbourhood_matching
+from furlong.methods.bank import new_bank
+from furlong.nets import evaluating
+from furlong.rounds import seeded
+
+LIMITS = {"fcl": 1.35, "fedca": 1.30}
+
+
+def milliseconds(work: Any) -> float:
+    """Processor time of ``work()``: one thread, and other programs do not count."""
+    began = time.process_time()
+    work()
+    return 1e3 * (time.process_time() - began)
+
+
+def medians(works: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each, run in turn, the first time not counted."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats + 1):
+        for name, work in works.items():
+            times[name].append(milliseconds(work))
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def client(options: argparse.Namespace, **more: Any) -> tuple[Prepared, ClientContext]:
+    """A run with one client that holds one batch."""
+    settings = {
+        "method": options.method,
+        "method.projection_head": "proj_128",
+        "encoder": options.encoder,
+        "data.images": options.batch,
+        "data.test_images": 100,
+        "data.image_size": options.size,
+        "data.augment": "moco_cifar",
+        "partition": "iid",
+        "clients": 1,
+        "batch_size": options.batch,
+        **more,
+    }
+    p = prepare(from_tree({}, settings, "benchmark"))
+    return p, ClientContext(p.setup, Exchange(0), Networks(), client=0, data=p.federation.shard(0))
+
+
+def step(method: Any, state: Any, down: Any, ctx: ClientContext) -> Callable[[], None]:
+    """One local update, with the same random numbers every time."""
+
+    def work() -> None:
+        with seeded(ctx.setup.device, 0):
+            method.local_update(state, down, ctx)
+
+    return work
+
+
+def fcl(options: argparse.Namespace) -> dict[str, Any]:
+    """With and without matching."""
+    given = {"method.bank": options.bank, "method.neighbours": options.neighbours}
+    p, ctx = client(options, **given)
+    method: Any = p.method
+    down = method.download(p.server.init(), 0, p.server.context(Exchange(0)))
+    remote = new_bank((options.clients - 1) * options.bank, down.remote.shape[1])
+    down, state = replace(down, remote=remote), method.init_client(ctx)
+    without = step(replace(method, matching=0.0), state, down, ctx)
+    found = medians({"without": without, "with": step(method, state, down, ctx)}, options.repeats)
+    alone = losses(options)
+    direct = options.batch * options.neighbours * (options.bank - options.neighbours + 1) * 4
+    return {
+        "step_without_ms": round(found["without"], 1),
+        "step_with_ms": round(found["with"], 1),
+        "ratio": round(found["with"] / found["without"], 3),
+        "matching_ms": round(alone["matching"], 2),
+        "contrast_ms": round(alone["contrast"], 2),
+        "matching_kept_mb": round(kept_megabytes(options), 1),
+        "one_direct_tensor_mb": round(direct / 2**20, 1),
+    }
+
+
+def fedca(options: argparse.Namespace) -> dict[str, Any]:
+    """Without both parts, with them, and without them but with the passes that they need."""
+    given = {"data.public": "shapes", "data.public_images": options.batch, "method.align_epochs": 1}
+    p, ctx = client(options, **given)
+    method: Any = p.method
+    down = method.download(p.server.init(), 0, p.server.context(Exchange(0)))
+    down = replace(down, dictionary=new_bank(method.dictionary, down.dictionary.shape[1]))
+    state = method.local_update(method.init_client(ctx), down, ctx).state
+    down = replace(down, alignment=None)
+    plain = step(replace(method, dictionary=0, alignment=0.0), state, down, ctx)
+    net = method.network(ctx).to(memory_format=torch.channels_last)
+    images = ctx.setup.augment.plain(ctx.data.pixels(torch.arange(len(ctx.data))))
+
+    def passes() -> None:
+        plain()
+        net(images).sum().backward()
+        with evaluating(net):
+            net(images)
+
+    works = {"without": plain, "passes": passes, "with": step(method, state, down, ctx)}
+    found = medians(works, options.repeats)
+    return {
+        "step_without_ms": round(found["without"], 1),
+        "step_without_but_with_passes_ms": round(found["passes"], 1),
+        "step_with_ms": round(found["with"], 1),
+        "ratio": round(found["with"] / found["passes"], 3),
+    }
+
+
+def losses(options: argparse.Namespace) -> dict[str, float]:
+    """Median milliseconds of the losses alone, forward and backward to the query."""
+    torch.manual_seed(0)
+    query = torch.randn(options.batch, 128, requires_grad=True)
+    key = F.normalize(torch.randn(options.batch, 128), dim=1)
+    union = new_bank(options.clients * options.bank, 128)
+
+    def matching() -> None:
+        sample = union[torch.randperm(len(union))[: options.bank]]
+        loss = neighbourhood_matching(query, sample, options.neighbours, 0.1)
+        torch.autograd.grad(loss, query)
+
+    def contrast() -> None:
+        torch.autograd.grad(info_nce(query, key, union, 0.1), query)
+
+    return medians({"matching": matching, "contrast": contrast}, 20)
+
+
+def kept_megabytes(options: argparse.Namespace) -> float:
+    """What matching keeps for its backward pass, storages counted once."""
+    query = torch.randn(options.batch, 128, requires_grad=True)
+    bank = new_bank(options.bank, 128)
+    sizes: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = neighbourhood_matching(query, bank, options.neighbours, 0.1)
+    del loss
+    return sum(sizes.values()) / 2**20
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("method", choices=["fcl", "fedca"])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--encoder", default="resnet18")
+    parser.add_argument("--size", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--bank", type=int, default=4096)
+    parser.add_argument("--neighbours", type=int, default=10)
+    parser.add_argument("--clients", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    row = {"method": options.method, "encoder": options.encoder, "batch": options.batch}
+    row |= {"fcl": fcl, "fedca": fedca}[options.method](options)
+    row["passed"] = row["ratio"] < LIMITS[options.method]
+    if options.json:
+        print(json.dumps(row))
+    else:
+        print("\n".join(f"{name:34} {value}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()
