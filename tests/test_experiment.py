@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from PIL import Image
 
 import furlong
 from furlong import config, experiment
-from furlong.assemble import describe_partition, flows, load_data, prepare, who
+from furlong.assemble import describe_partition, flows, load_data, load_public, prepare, who
 from furlong.errors import FurlongError
 from furlong.experiment import Evaluator, Run, Status
 from furlong.payload import parts, traffic
@@ -444,3 +445,69 @@ def test_a_client_with_one_image_is_refused(draw: Callable[..., Path]) -> None:
     images = draw(5)
     with pytest.raises(FurlongError, match="at least 2"):
         prepare(folder_config(images, clients=4))
+
+
+# ---------------------------------------------------------------- angles, the server's own work
+
+
+def test_angles_between_two_clients(tmp_path: Path) -> None:
+    """FedCA's Figure 4: small where clients hardly move, larger where they do; and drawn."""
+    medians = []
+    for lr in (1e-9, 0.1):
+        options = {"evaluate.angles": 20, "evaluate.probe": "none", "optimiser.lr": lr}
+        settings = tiny(out=str(tmp_path / str(lr)), **options)
+        run = experiment.run(settings)
+        for line in lines(run):
+            assert len(line["angles"]) == 5
+            assert line["angles"] == sorted(line["angles"])
+        medians.append(lines(run)[-1]["angles"][2])
+    # BatchNorm statistics differ between clients even where weights do not
+    assert 0 <= medians[0] < medians[1] <= 180
+    assert "angle in degrees" in (run.folder / "report.html").read_text()
+
+
+def test_angles_do_not_change_the_bits(tmp_path: Path) -> None:
+    digests = [
+        experiment.run(tiny("fedca", out=str(tmp_path / str(n)), **{"evaluate.angles": n})).summary[
+            "weights_sha256"
+        ]
+        for n in (0, 10)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_the_servers_work_is_logged_and_its_files_are_removed(tmp_path: Path) -> None:
+    said: list[str] = []
+    settings = tiny("mfcl", out=str(tmp_path / "run"), **{"evaluate.angles": 5})
+    run = experiment.run(settings, say=said.append)
+    found = lines(run)
+    assert [line["kind"] for line in found] == ["sensor"] * 2 + ["encode"] + ["discriminate"] * 2
+    assert all(line["loss"] > 0 for line in found if line["kind"] != "encode")
+    assert all(line["angles"] is None for line in found)  # no encoder in any upload
+    assert not (run.folder / "server").exists()
+    assert "discriminate" in (run.folder / "report.html").read_text()
+    assert load_encoder(run.folder)(torch.rand(2, 3, 16, 16)).shape == (2, 192)
+
+
+def test_alignment_is_trained_once_and_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    experiment.run(tiny("fedca", out=str(tmp_path / "run")), say=said.append)
+    assert [s for s in said if s.startswith("alignment model: epoch 1/1")]
+
+
+def test_public_images_are_not_the_clients() -> None:
+    """Also where both are drawn from the same set."""
+    p = prepare(tiny("fedca", **{"data.public_images": 72}))
+    own = {image.numpy().tobytes() for image in p.train.pixels}
+    public = p.server.public
+    assert public is not None
+    assert len(public) == 72
+    assert not own & {image.numpy().tobytes() for image in public.images.pixels}
+
+
+def test_public_images_must_have_the_clients_channels() -> None:
+    settings = tiny("fedca")
+    train, _, _ = load_data(settings)
+    grey = replace(train, pixels=train.pixels[:, :1])
+    with pytest.raises(FurlongError, match=r"have 3 channel\(s\), the clients' 1"):
+        load_public(settings, grey)

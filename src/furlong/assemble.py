@@ -170,7 +170,7 @@ def _try_encoder(encoder: nn.Module, name: str, channels: int, size: int) -> Non
         ) from None
 
 
-def _load_public(settings: Config, train: ImageSet) -> Shard:
+def load_public(settings: Config, train: ImageSet) -> Shard:
     """The images that the server may see: never the clients' own, even where sets are drawn."""
     d = settings.data
     shown = data.load(
@@ -225,7 +225,7 @@ def prepare(settings: Config) -> Prepared:
         )
     public = None
     if settings.data.public:
-        public = _load_public(settings, train)
+        public = load_public(settings, train)
     elif method.needs_public:
         raise FurlongError(
             f"method {settings.method['name']} needs public images: give --public NAME, e.g. stl10 "
