@@ -79,6 +79,10 @@ def rows() -> list[Row]:
                 "(iii) + dictionary": {"method.ensembling": 0, "method.alignment": 0},
                 "(iv) + dictionary, ensembling": {"method.alignment": 0},
                 "(v) all": {},
+                "(iv) with K = 64, the batch size": {
+                    "method.dictionary": 64,
+                    "method.alignment": 0,
+                },
             }.items()
         ),
         *(
@@ -89,22 +93,6 @@ def rows() -> list[Row]:
                 "CL+FF+NM": {},
                 "CL+FF+NM, remote only": {"method.negatives": "remote_only"},
             }.items()
-        ),
-        *(
-            (
-                "MFCL (Table 2's norms)",
-                f"{norm}, bn_stats {stats}" if norm == "bn" else norm,
-                {**mfcl, "method.norm": norm, "method.bn-stats": stats},
-            )
-            for norm, stats in (
-                *(("pn", "average"), ("gn", "average"), ("bn", "average")),
-                *(("bn", "local"), ("none", "average")),
-            )
-        ),
-        (
-            "MFCL (Table 2's norms)",
-            "pn, views encoded apart (pair_codes = false)",
-            {**mfcl, "method.norm": "pn", "method.pair-codes": "false"},
         ),
         ("FedU (Table 4 and DAPU)", "online, online, dapu (FedU)", {"method": "fedu"}),
         *(
@@ -121,6 +109,22 @@ def rows() -> list[Row]:
             for source, update, predictor in itertools.product(
                 ("online", "target"), ("online", "target", "both"), ("global", "local")
             )
+        ),
+        *(
+            (
+                "MFCL (Table 2's norms)",
+                f"{norm}, bn_stats {stats}" if norm == "bn" else norm,
+                {**mfcl, "method.norm": norm, "method.bn-stats": stats},
+            )
+            for norm, stats in (
+                *(("pn", "average"), ("gn", "average"), ("bn", "average")),
+                *(("bn", "local"), ("none", "average")),
+            )
+        ),
+        (
+            "MFCL (Table 2's norms)",
+            "pn, views encoded together (pair_codes = true)",
+            {**mfcl, "method.norm": "pn", "method.pair-codes": "true"},
         ),
     ]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,7 +140,10 @@ def test_partial_participation(prepared: Any, name: str) -> None:
 def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> None:
     """Spec 2.16: M = 1 equals R local trainings with nothing in between; so does ``Alone``."""
     p = prepared(name)
-    federated, _ = finish(p, federation=p.federation.only(1))
+    only = p.federation.only(1)
+    everybody = p.setup
+    p.server = replace(p.server, setup=replace(everybody, sizes=only.sizes))
+    federated, _ = finish(p, federation=only)
     state = p.server.init()
     store = BlobStore(1 << 30)
     for exchange in p.server.exchanges():
@@ -159,8 +163,8 @@ def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> No
     store.close()
     assert bytes(pack(state)) == federated
     alone = Alone(p.method)
-    server = Server(alone, p.setup, p.server.public)
-    with InProcess(alone, p.federation, p.setup) as transport:
+    server = Server(alone, everybody, p.server.public)
+    with InProcess(alone, p.federation, everybody) as transport:
         *_, last = server.run(p.federation, transport, server.init())
     assert bytes(pack(last.server.states[1])) == federated
 

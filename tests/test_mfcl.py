@@ -19,7 +19,7 @@ from furlong.data.augment import preset, unit
 from furlong.engines.inprocess import BlobStore, InProcess
 from furlong.errors import FurlongError
 from furlong.method import Report
-from furlong.methods.mfcl import MFCL, Codes, Server, stacked
+from furlong.methods.mfcl import MFCL, Codes, Server, Stored, stacked
 from furlong.payload import flatten, pack
 from furlong.peernorm import peers
 from furlong.rounds import run_client
@@ -56,6 +56,16 @@ def test_uploads_are_bounded() -> None:
             assert isinstance(expected, Codes)
             assert expected.pairs.nbytes <= 1 << 20
             assert expected.pairs.untyped_storage().nbytes() == 4  # a template without memory
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"server_momentum": 1.0}, {"server_weight_decay": -1}, {"warmup": 2}, {"drop": 1.0}],
+    ids=str,
+)
+def test_impossible_settings(bad: dict[str, Any]) -> None:
+    with pytest.raises(FurlongError, match=next(iter(bad))):
+        make(**bad)
 
 
 @pytest.mark.parametrize(("drop", "left"), [(0.0, 3), (0.3, 3), (0.34, 2), (0.7, 1)])
@@ -179,9 +189,10 @@ def test_phases_change_what_they_should() -> None:
         {"statistics": "avg_moments"},
         {"statistics": "eq3_literal"},
         {"server_optimiser": "sgd", "server_lr": 0.1},
+        {"server_optimiser": "sgd", "server_lr": 0.1, "server_momentum": 0.0, "upload_mb": 1},
         {"refresh": "per_epoch"},
         {"drop": 0.4},
-        {"pair_codes": False},
+        {"pair_codes": True},
         {"probe_input": "projection"},
     ],
     ids=str,
@@ -201,22 +212,30 @@ def test_per_epoch_sends_new_views() -> None:
     p = make(refresh="per_epoch")
     state = run(p)
     assert state.held.keys() == {0, 1, 2}
-    folders = sorted(f.name for f in p.server.workspace().iterdir())
-    assert folders == ["representations-0000", "representations-0001"]
-    old, new = (p.server.workspace() / f / "client-00000-part-0000.bin" for f in folders)
-    assert old.stat().st_size == new.stat().st_size == 24 * 2 * 64 * 16 * 16 * 4
-    assert old.read_bytes() != new.read_bytes()
+    (folder,) = p.server.workspace().iterdir()  # those before are of no use to any checkpoint
+    assert folder.name == "representations-0001"
+    new = folder / "client-00000-part-0000.bin"
+    assert new.stat().st_size == 24 * 2 * 64 * 16 * 16 * 4
+    run(p, 2)
+    old = p.server.workspace() / "representations-0000" / new.name
+    assert old.stat().st_size == 24 * 2 * 64 * 16 * 16 * 4
 
 
 def test_steps_take_one_mini_batch_per_client() -> None:
     p = make(pairs_per_client=7)
     run(p)
     state = run(p)
-    steps = list(p.method.steps(state, p.server.context(p.server.exchanges()[-1])))
-    assert [[len(b) for b in step] for step in steps] == [[7, 7, 7]] * 3
+    ctx = p.server.context(p.server.exchanges()[-1])
+    steps = list(p.method.steps(state, ctx))
+    assert [[len(rows) for _, rows in step] for step in steps] == [[7, 7, 7]] * 3
+    # no pair twice in an epoch, and other pairs are left over in the next
+    seen = torch.cat([rows for step in steps for _, rows in step[:1]])
+    assert len(seen.unique()) == 21
+    again = torch.cat([rows for step in p.method.steps(state, ctx) for _, rows in step[:1]])
+    assert set(seen.tolist()) != set(again.tolist())
     few = replace(state, held={0: (0,), 1: (0,)})
     strict = replace(p.method, min_clients=3)
-    with pytest.raises(FurlongError, match="min_clients is 3"):
+    with pytest.raises(FurlongError, match="nothing to train on"):
         strict.train(few, p.server.context(p.server.exchanges()[-1]))
 
 
@@ -240,6 +259,28 @@ def test_a_client_that_misses_phase_two() -> None:
     trained = p.method.aggregate(after, [], last)
     assert last.metrics["loss"] > 0
     assert trained.held == {1: (0,)}
+
+
+def test_pairs_are_found_through_all_parts() -> None:
+    parts = [torch.arange(3.0), torch.empty(0), 10 + torch.arange(2.0)]
+    stored = Stored([part.view(-1, 1) for part in parts])
+    assert sorted(stored.take(torch.tensor([4, 0, 2])).flatten().tolist()) == [0, 2, 11]
+
+
+def test_divergence_at_the_server_is_said() -> None:
+    p = make(server_optimiser="sgd", server_lr=1e20)
+    with pytest.raises(FurlongError, match="diverged in epoch"):
+        run(p)
+
+
+def test_alone_every_client_has_a_discriminator_of_its_own() -> None:
+    """Whatever drop and min_clients say, and though sizes, and so the numbers of parts, differ."""
+    options = {"method.drop": 0.4, "method.min_clients": 2, "method.upload_mb": 1}
+    p = prepare(tiny("mfcl", bound="single", partition="quantity:3,1,1", **options))
+    state = run(p)
+    assert all(set(each.held) == {client} for client, each in state.states.items())
+    weights = [each.discriminator["discriminator.conv1.weight"] for each in state.states.values()]
+    assert not torch.equal(weights[0], weights[1])
 
 
 def test_full_disk(tmp_path: Path) -> None:

@@ -173,6 +173,11 @@ def _try_encoder(encoder: nn.Module, name: str, channels: int, size: int) -> Non
 def load_public(settings: Config, train: ImageSet) -> Shard:
     """The images that the server may see: never the clients' own, even where sets are drawn."""
     d = settings.data
+    if _absolute(str(d.public)) == _absolute(d.name) != "shapes":
+        raise FurlongError(
+            f"--public {d.public} is the clients' own data: the server, and all clients, would see "
+            "it. Choose another set."
+        )
     shown = data.load(
         str(d.public),
         "train",
@@ -201,8 +206,8 @@ def _architecture(settings: Config, method: Method[Any, Any, Any, Any]) -> str:
     return method.architecture(name if norm == "bn" else f"{name}+{norm}")
 
 
-def prepare(settings: Config) -> Prepared:
-    """Read the data, split it, build the method."""
+def prepare(settings: Config, *, training: bool = True) -> Prepared:
+    """Read the data, split it, build the method; without public images if nothing is trained."""
     train, test, notes = load_data(settings)
     height, width = train.size
     if height != width:
@@ -218,15 +223,17 @@ def prepare(settings: Config) -> Prepared:
         method = Alone(method)
     if method.needs_labels and train.labels is None:
         raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
+    if method.caution and training:
+        notes.append(f"known criticism of {settings.method['name']}: {method.caution}")
     if method.bn_stats == "local":
         notes.append(
             "bn_stats = local: BatchNorm statistics stay on the clients, so the evaluated and "
             "saved encoder has the initial ones (mean 0, variance 1)"
         )
     public = None
-    if settings.data.public:
+    if settings.data.public and training:
         public = load_public(settings, train)
-    elif method.needs_public:
+    elif method.needs_public and training:
         raise FurlongError(
             f"method {settings.method['name']} needs public images: give --public NAME, e.g. stl10 "
             "or folder:PATH."
@@ -259,6 +266,7 @@ def prepare(settings: Config) -> Prepared:
         data=replace(
             settings.data,
             name=_absolute(settings.data.name),
+            public=settings.data.public and _absolute(settings.data.public),
             augment=name,
             clients=len(split.indices),
         ),

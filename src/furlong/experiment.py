@@ -190,6 +190,7 @@ def resume(
         summary = folder.read("summary.json")
         if summary is not None:
             say(f"{path} has finished; nothing to do.")
+            shutil.rmtree(path / "server", ignore_errors=True)  # if it was killed just then
             return Run(path, summary)
         settings = config.with_out(config.load(path / "config.toml", overrides), path)
         saved = checkpoint.load(path)
@@ -251,7 +252,9 @@ def _go(
                 line["angles"] = angles.take()
             folder.append(line)
             board.add(line)
-            if last or (result.exchange.round + 1) % prepared.config.run.save_every == 0:
+            # between rounds: then no exchange depends on what another of its round left on disk
+            ends = last or exchanges[done].round != result.exchange.round
+            if last or (ends and (result.exchange.round + 1) % prepared.config.run.save_every == 0):
                 checkpoint.save(folder.path, done, state, transport.store.items(), counters)
             if show is not None:
                 show(_status(counters, line, done, len(exchanges)))
@@ -434,7 +437,8 @@ def evaluate(folder: Path, settings: Config) -> list[dict[str, Any]]:
     encoder = load_encoder(folder)
     # measuring needs no clients, so no partition can be impossible
     unsplit = replace(settings.data, partition="iid", clients=1)
-    prepared = prepare(replace(settings, data=unsplit, run=replace(settings.run, bound="none")))
+    settings = replace(settings, data=unsplit, run=replace(settings.run, bound="none"))
+    prepared = prepare(settings, training=False)
     about = RunFolder(folder).read("encoder.json") or {}
     if (prepared.setup.channels, prepared.setup.image_size) != (
         about["channels"],

@@ -266,11 +266,17 @@ class AugmentationPair:
 Recipe = Augmentation | AugmentationPair
 
 
+def extremes(views: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """What ``recipe`` makes of black and of white, C×1×1 each, for views B×C×S×S."""
+    values = torch.tensor([0, 255], dtype=torch.uint8, device=views.device)
+    images = values.view(2, 1, 1, 1).expand(2, views.shape[1], 1, 1)
+    black, white = recipe.plain(images)[..., :1, :1].unbind(0)
+    return black, white
+
+
 def unit(views: Tensor, recipe: Recipe) -> Tensor:
     """Views B×C×S×S with the normalisation of ``recipe`` undone: values in [0, 1]."""
-    extremes = torch.tensor([0, 255], dtype=torch.uint8, device=views.device)
-    images = extremes.view(2, 1, 1, 1).expand(2, views.shape[1], 1, 1)
-    black, white = recipe.plain(images)[..., :1, :1].unbind(0)
+    black, white = extremes(views, recipe)
     if not black.any() and bool(white.eq(1).all()):
         return views
     return ((views - black) / (white - black)).clamp_(0, 1)

@@ -1,19 +1,20 @@
 """The lower bound: every client trains alone, as if the others did not exist.
 
-Each client has a server of its own, which hears from nobody else; all of them go through the same
-exchanges side by side. Client k gets, bit for bit, what a run on ``federation.only(k)`` gives it.
+Each client has a server of its own, which knows and hears nobody else; all of them go through the
+same exchanges side by side. Client k gets, bit for bit, what a run on ``federation.only(k)`` gives
+it (with MFCL if its representations take as many exchanges there).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from furlong.context import ClientContext, Exchange, ServerContext, Setup
+from furlong.context import ClientContext, Context, Exchange, ServerContext, Setup
 from furlong.method import Local, Method, Report
 from furlong.payload import payload
 from furlong.weights import BatchNormPolicy
@@ -53,8 +54,10 @@ class Alone(Method[Each, Any, Any, Any]):
         return self.inner.pairs_views
 
     def plan(self, setup: Setup) -> Iterator[Exchange]:
-        """As the method plans."""
-        return self.inner.plan(setup)
+        """As the method plans; where it would choose clients, all of them."""
+        everyone = tuple(sorted(setup.sizes))
+        for exchange in self.inner.plan(setup):
+            yield replace(exchange, clients=everyone) if exchange.clients else exchange
 
     def architecture(self, encoder: str) -> str:
         """As the method has it."""
@@ -67,34 +70,33 @@ class Alone(Method[Each, Any, Any, Any]):
 
     def init_client(self, ctx: ClientContext) -> Any:
         """As the method does."""
-        return self.inner.init_client(ctx)
+        return self.inner.init_client(alone(ctx, ctx.client))
 
     def download(self, server: Each, client: int, ctx: ServerContext) -> Any:
         """From the client's own server."""
-        return self.inner.download(server.states[client], client, ctx)
+        return self.inner.download(server.states[client], client, alone(replace(ctx), client))
 
     def expected(self, server: Each, client: int, ctx: ServerContext) -> Any:
         """By the client's own server."""
-        return self.inner.expected(server.states[client], client, ctx)
+        return self.inner.expected(server.states[client], client, alone(replace(ctx), client))
 
     def local_update(self, state: Any, down: Any, ctx: ClientContext) -> Local[Any, Any]:
         """As the method does."""
-        return self.inner.local_update(state, down, ctx)
+        return self.inner.local_update(state, down, alone(ctx, ctx.client))
 
     def aggregate(self, server: Each, reports: Iterable[Report[Any]], ctx: ServerContext) -> Each:
         """Every server aggregates its one report."""
-        states = dict(server.states)
-        if ctx.exchange.clients == ():  # the server's own work: here every client's own server's
-            for client, state in states.items():
-                states[client] = self._aggregate(state, [], ctx)
-        for report in reports:
-            states[report.client] = self._aggregate(states[report.client], [report], ctx)
+        states, measured = dict(server.states), []
+        own_work = ctx.exchange.clients == ()  # here every client's own server's
+        visits = [(k, []) for k in states] if own_work else ((r.client, [r]) for r in reports)
+        for client, answers in visits:
+            own = alone(replace(ctx, metrics={}), client)
+            with torch.random.fork_rng(devices=[]):  # the random numbers that it would have alone
+                states[client] = self.inner.aggregate(states[client], answers, own)
+            measured.append(own.metrics)
+        for name in measured[0] if measured else ():
+            ctx.metrics[name] = sum(m[name] for m in measured) / len(measured)
         return Each(states)
-
-    def _aggregate(self, state: Any, reports: list[Report[Any]], ctx: ServerContext) -> Any:
-        # every server has the random numbers that it would have alone
-        with torch.random.fork_rng(devices=[]):
-            return self.inner.aggregate(state, reports, ctx)
 
     def encoder(self, server: Each, ctx: ServerContext) -> nn.Module:
         """The first client's; :meth:`encoders` has all."""
@@ -102,4 +104,16 @@ class Alone(Method[Each, Any, Any, Any]):
 
     def encoders(self, server: Each, ctx: ServerContext) -> dict[int, nn.Module]:
         """Client -> its own encoder."""
-        return {k: self.inner.encoder(state, ctx) for k, state in server.states.items()}
+        return {
+            k: self.inner.encoder(state, alone(replace(ctx), k))
+            for k, state in server.states.items()
+        }
+
+
+X = TypeVar("X", bound=Context)
+
+
+def alone(ctx: X, client: int) -> X:
+    """``ctx`` itself, now of a run in which there is only ``client``."""
+    ctx.setup = replace(ctx.setup, sizes={client: ctx.setup.sizes[client]})
+    return ctx

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from furlong.context import ClientContext, Context, ServerContext
+from furlong.data.augment import extremes
 from furlong.errors import FurlongError, require
 from furlong.instahide import check_limits, instahide, instahide_cross
 from furlong.losses import info_nce, neighbourhood_matching
@@ -236,14 +237,17 @@ class FCL(Method[Server, State, Down, Up]):
 
     def encode(self, images: Tensor, public: Tensor | None, ctx: ClientContext) -> Tensor:
         """The batch by InstaHide: mixed inside itself, or with as many views of public images."""
+        black, white = extremes(images, ctx.setup.augment)
+        # signs hide nothing where pixels are not centred: then around grey, and back
+        grey = (black + white) / 2 if bool((black >= 0).all()) else torch.zeros_like(black)
         if self.encoding == "inside":
-            return instahide(images, self.mix, self.max_coefficient)
+            return instahide(images - grey, self.mix, self.max_coefficient) + grey
         if public is None:
             raise FurlongError("the client has lost the public images, which are sent only once.")
         some = public[torch.randint(len(public), (len(images),))].to(images.device)
         (views,) = ctx.setup.augment.views(some, 1)
         limits = self.private_share, self.max_coefficient
-        return instahide_cross(images, views, self.mix_cross, 2, *limits)
+        return instahide_cross(images - grey, views - grey, self.mix_cross, 2, *limits) + grey
 
     def expected(self, server: Server, client: int, ctx: ServerContext) -> Up:  # noqa: ARG002
         """The server's networks and K rows."""

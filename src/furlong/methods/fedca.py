@@ -197,6 +197,10 @@ class FedCA(Method[Server, State, Down, Up]):
     def download(self, server: Server, client: int, ctx: ServerContext) -> Down:
         """The dictionary is everybody's newest rows, in the order of clients."""
         rows = [r for k, r in server.rows.items() if not (self.exclude_own and k == client)]
+        # every share was rounded up, so there may be a row too many for each of some clients
+        spare = max(0, sum(map(len, rows)) - self.dictionary)
+        keep = len(rows) - spare
+        rows = [*rows[:keep], *(r[:-1] for r in rows[keep:])]
         dictionary = torch.cat([self.blank(0, ctx), *rows])[: self.dictionary]
         alignment = None if client in server.told else server.alignment
         return Down(server.weights, dictionary, alignment)

@@ -77,9 +77,10 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     norm: Kind = "pn"
     statistics: Statistics = "pooled"  # of peer normalization; avg_moments: the public code
     reconstruction: Literal["bce", "mse"] = "bce"
-    # in phase 2; without pairing, as at inference. Statistics that two views share tell which two
-    # belong together, so that the discriminator can solve its task without looking at the images.
-    pair_codes: bool = True
+    # whether two views share statistics in phase 2 as well. Shared statistics tell which two belong
+    # together, so the discriminator could solve its task without looking at the images; the paper
+    # has PN for phase 1, and writes a representation as a function of one view.
+    pair_codes: bool = False
     refresh: Literal["once", "per_epoch"] = "once"  # when clients send representations
     drop: float = 0.0  # δ: share of the clients that are missing in phase 2
     min_clients: int = 1  # Q
@@ -93,7 +94,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     temperature: float = 0.3
     projection_head: str = "mfcl_proj"
     probe_input: Literal["backbone", "projection"] = "backbone"  # what the encoder ends with
-    upload_mb: int = 256  # most that a client sends at once; bounds the memory of phase 2
+    upload_mb: int = 256  # most that a client sends at once; a few per worker are in memory
     bn_stats: BatchNormPolicy = field(default="average", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -103,6 +104,9 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         for name in ("temperature", "server_lr"):
             require(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0")
         require(0 <= self.warmup <= 1, "warmup", self.warmup, "a share, 0 to 1")
+        momentum, decay = self.server_momentum, self.server_weight_decay
+        require(0 <= momentum < 1, "server_momentum", momentum, "at least 0 and below 1")
+        require(0 <= decay < inf, "server_weight_decay", decay, "at least 0")
 
     # ------------------------------------------------------------ plan
 
@@ -145,7 +149,8 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
 
     def images_of(self, client: int, part: int, setup: Setup) -> range:
         """The client's images whose representations are in ``part``."""
-        return range(part, setup.sizes[client], self.parts(setup))
+        parts = self.parts(setup)
+        return range(part, setup.sizes[client] if part < parts else 0, parts)
 
     # ------------------------------------------------------------ networks
 
@@ -248,10 +253,10 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
             mean.add(report.upload, report.examples)
         return replace(server, sensor=updated(Model(server.sensor), mean).weights)
 
-    def folder(self, ctx: ServerContext, age: int = 0) -> Path:
-        """Where the representations of this epoch (or an earlier one) lie."""
+    def folder(self, ctx: ServerContext) -> Path:
+        """Where the representations of this epoch lie."""
         epoch = ctx.exchange.round - ctx.setup.rounds if self.refresh == "per_epoch" else 0
-        return ctx.workspace() / f"representations-{epoch - age:04d}"
+        return ctx.workspace() / f"representations-{epoch:04d}"
 
     def store(
         self, server: Server, reports: Iterable[Report[Model | Codes]], ctx: ServerContext
@@ -259,10 +264,13 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         """To disk with the representations; the state only says which there are."""
         folder, part = self.folder(ctx), ctx.exchange.part
         held = {} if part == 0 else dict(server.held)
+        folder.mkdir(exist_ok=True)
         if part == 0:
-            shutil.rmtree(self.folder(ctx, age=2), ignore_errors=True)
-            folder.mkdir(exist_ok=True)
-            images = sum(ctx.setup.sizes[client] for client in ctx.exchange.clients or ())
+            for old in ctx.workspace().glob("representations-*"):  # checkpoints are between rounds
+                if old != folder:
+                    shutil.rmtree(old, ignore_errors=True)
+            senders = set(ctx.exchange.clients or ())
+            images = sum(n for client, n in ctx.setup.sizes.items() if client in senders)
             channels, height, width = self.shape(ctx.setup)
             require_space(folder, images * 2 * channels * height * width * 4)
         for report in reports:
@@ -273,50 +281,55 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
 
     def train(self, server: Server, ctx: ServerContext) -> Server:
         """One epoch of the discriminator and the projector."""
-        if len(server.held) < self.min_clients:
+        steps = list(self.steps(server, ctx))
+        if not steps:
             raise FurlongError(
                 f"{len(server.held)} client(s) sent representations; method.min_clients is "
-                f"{self.min_clients}."
+                f"{self.min_clients}: there is nothing to train on."
             )
         net = ctx.network("discriminator", lambda: self.discriminator(ctx), server.discriminator)
         optimiser = self.optimiser(net, server.momentum)
-        steps = list(self.steps(server, ctx))
         epoch = ctx.exchange.round - ctx.setup.rounds
         scale = self.server_lr * len(server.held) * self.pairs_per_client / 256
         losses = []
-        for step, mini_batches in enumerate(steps):
+        for step, chosen in enumerate(steps):
             progress = (epoch + step / len(steps)) / self.server_epochs
             for group in optimiser.param_groups:
                 group["lr"] = scale * warmup_cosine(progress, self.warmup)
-            batch = stacked(mini_batches).to(ctx.setup.device, memory_format=torch.channels_last)
+            pairs = stacked([codes.take(rows) for codes, rows in chosen])
+            batch = pairs.to(ctx.setup.device, memory_format=torch.channels_last)
             first, second = net(batch).chunk(2)
             loss = nt_xent(first, second, self.temperature)
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             losses.append(loss.detach())
-        ctx.metrics["loss"] = float(torch.stack(losses).mean())
-        momentum = {
-            name: optimiser.state[p]["momentum_buffer"].detach().cpu().contiguous()
-            for name, p in net.named_parameters()
-        }
+        loss = torch.stack(losses).mean()
+        if not loss.isfinite():
+            raise FurlongError(
+                f"the server's training diverged in epoch {epoch + 1}: try a smaller "
+                "method.server_lr, or the other method.server_optimiser."
+            )
+        ctx.metrics["loss"] = float(loss)
+        buffers = {n: optimiser.state[p].get("momentum_buffer") for n, p in net.named_parameters()}
+        momentum = {n: b.detach().cpu().contiguous() for n, b in buffers.items() if b is not None}
         return replace(server, discriminator=snapshot(net), momentum=momentum)
 
-    def steps(self, server: Server, ctx: ServerContext) -> Iterator[list[Tensor]]:
-        """Mini-batches b×2×64×S×S, one from each client that has any left, for every step."""
+    def steps(self, server: Server, ctx: ServerContext) -> Iterator[list[tuple[Stored, Tensor]]]:
+        """For every step, b random pairs of each client that has as many left in this epoch."""
         queues = []
         for client, parts in server.held.items():
-            queue: list[Tensor] = []
-            for part in parts:
-                count = len(self.images_of(client, part, ctx.setup))
-                shape = (count, 2, *self.shape(ctx.setup))
-                pairs = mapped(_file(self.folder(ctx), client, part), shape)
-                size = min(self.pairs_per_client, count)
-                queue += [pairs[i * size : (i + 1) * size] for i in range(count // max(1, size))]
-            queues.append([queue[i] for i in torch.randperm(len(queue)).tolist()])
-        for step in range(max(map(len, queues))):
+            counts = [len(self.images_of(client, part, ctx.setup)) for part in parts]
+            files = [_file(self.folder(ctx), client, part) for part in parts]
+            shape = (2, *self.shape(ctx.setup))
+            codes = Stored([mapped(f, (n, *shape)) for f, n in zip(files, counts, strict=True)])
+            size = min(self.pairs_per_client, sum(counts))
+            order = torch.randperm(sum(counts))
+            queues.append([(codes, rows) for rows in torch.split(order, size) if len(rows) == size])
+        need = min(self.min_clients, len(ctx.setup.sizes))
+        for step in range(max(map(len, queues), default=0)):
             now = [queue[step] for queue in queues if step < len(queue)]
-            if len(now) >= self.min_clients:
+            if len(now) >= need:
                 yield now
 
     def optimiser(self, net: nn.Module, momentum: Weights) -> torch.optim.Optimizer:
@@ -348,12 +361,27 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         return encoder.eval()
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A client's pairs in the files of its parts, each n×2×C×S×S."""
+
+    parts: Sequence[Tensor]
+
+    def take(self, rows: Tensor) -> Tensor:
+        """The pairs ``rows`` (b), counted through all parts, in any order: b×2×C×S×S."""
+        found, start = [], 0
+        for part in self.parts:
+            found.append(part[rows[(rows >= start) & (rows < start + len(part))] - start])
+            start += len(part)
+        return torch.cat(found)
+
+
 def _file(folder: Path, client: int, part: int) -> Path:
     return folder / f"client-{client:05d}-part-{part:04d}.bin"
 
 
 def stacked(mini_batches: Sequence[Tensor]) -> Tensor:
-    """Mini-batches b×2×C×H×W to one batch 2P×C×H×W: the peer of row r is row r + P.
+    """Pairs b×2×C×H×W of each client to one batch 2P×C×H×W: the peer of row r is row r + P.
 
     One random permutation for the first and the second views.
     """
