@@ -126,6 +126,38 @@ def test_resume_after_every_round(tmp_path: Path) -> None:
         assert again.summary["bytes_up"] == whole.summary["bytes_up"]
 
 
+@pytest.mark.parametrize("method", ["fedca", "fcl", "mfcl"])
+@pytest.mark.parametrize("refresh", ["once", "per_epoch"])
+def test_resume_of_methods_with_more_to_keep(tmp_path: Path, method: str, refresh: str) -> None:
+    """Banks, dictionaries, alignment targets, representations on disk; after any exchange."""
+    options: dict[str, Any] = {"evaluate.probe": "none"}
+    if method == "mfcl":
+        options |= {"method.refresh": refresh, "method.upload_mb": 2}
+    elif refresh == "per_epoch":
+        pytest.skip("only MFCL")
+    whole = experiment.run(tiny(method, out=str(tmp_path / "whole"), **options))
+    total = len(RunFolder(whole.folder).lines())
+    for stop in range(1, total):
+        out = tmp_path / f"stopped-{stop}"
+
+        def show(status: experiment.Status, stop: int = stop) -> None:
+            if status.done == stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            experiment.run(tiny(method, out=str(out), **options), show)
+        again = experiment.resume(out)
+        assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+        assert [line["exchange"] for line in RunFolder(out).lines()] == list(range(total))
+        assert not (out / "server").exists()
+
+
+def test_checkpoints_are_between_rounds(tmp_path: Path) -> None:
+    """MFCL's third round has two exchanges, the fourth one."""
+    run = experiment.run(tiny("mfcl", out=str(tmp_path / "run")))
+    assert sorted(p.name for p in (run.folder / "checkpoints").iterdir()) == ["000004", "000005"]
+
+
 def test_resume_says_when_it_goes_back(tmp_path: Path) -> None:
     out = tmp_path / "run"
     whole = experiment.run(tiny("fedema", rounds=3, out=str(out)))

@@ -505,6 +505,28 @@ def test_public_images_are_not_the_clients() -> None:
     assert not own & {image.numpy().tobytes() for image in public.images.pixels}
 
 
+def test_public_images_may_not_be_the_clients_folder() -> None:
+    settings = tiny(
+        "fedca", data="folder:some/place", **{"data.public": "folder:some/../some/place"}
+    )
+    train, _, _ = load_data(tiny())
+    with pytest.raises(FurlongError, match="is the clients' own data"):
+        load_public(settings, train)
+
+
+def test_evaluation_needs_no_public_images(tmp_path: Path) -> None:
+    run = experiment.run(tiny("fedca", out=str(tmp_path / "run")))
+    settings = config.load(run.folder / "config.toml", {"data.public": "folder:gone"})
+    rows = experiment.evaluate(run.folder, settings)
+    assert {row["protocol"] for row in rows} == {"knn", "linear"}
+
+
+def test_known_criticism_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    experiment.run(tiny("fcl", out=str(tmp_path / "run")), say=said.append)
+    assert any("InstaHide" in s and "obfuscation" in s for s in said)
+
+
 def test_public_images_must_have_the_clients_channels() -> None:
     settings = tiny("fedca")
     train, _, _ = load_data(settings)
