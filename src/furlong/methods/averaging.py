@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from furlong.context import Context, ServerContext
 from furlong.method import Method, Report
+from furlong.nets import head, head_dim
 from furlong.payload import Weights, flatten, payload, replace_tensors
 from furlong.weights import BatchNormPolicy, Mean, prefixed, restore
 
@@ -67,6 +70,18 @@ def updated(value: D, mean: Mean[D]) -> D:
     """``value`` with the tensors of ``mean``; what never travels (bn_stats="local") stays."""
     result = mean.result()
     return value if result is None else replace_tensors(value, flatten(result)[0])
+
+
+def projecting(projection_head: str, ctx: Context) -> nn.Module:
+    """The run's encoder as ``backbone`` and a head: images B×C×H×W to projections B×d_z."""
+    projector = head(projection_head, ctx.width)
+    return nn.Sequential(OrderedDict(backbone=ctx.encoder(), projector=projector))
+
+
+def projected_width(projection_head: str, ctx: Context) -> int:
+    """The d_z of :func:`projecting`."""
+    with torch.device("meta"):  # only its width is wanted
+        return head_dim(head(projection_head, ctx.width))
 
 
 def backbone(weights: Weights, ctx: Context) -> nn.Module:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from furlong.context import ClientContext, Context, ServerContext
 from furlong.errors import require
 from furlong.losses import byol
+from furlong.methods.averaging import projecting
 from furlong.nets import head, head_dim
 from furlong.payload import Weights, payload
 from furlong.weights import ema_, snapshot
@@ -53,8 +53,7 @@ class Byol:
 
     def encoder(self, ctx: Context) -> nn.Module:
         """Backbone and projector: images B×C×H×W to projections B×d_z."""
-        projector = head(self.projection_head, ctx.width)
-        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), projector=projector))
+        return projecting(self.projection_head, ctx)
 
     def predictor(self, ctx: Context) -> nn.Module:
         """Projections to predictions, both B×d_z."""

@@ -13,7 +13,6 @@ CL+FF+NM is the default, CL+FF has matching = 0, CL (MoCo) fusion = False beside
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,9 +30,14 @@ from furlong.errors import FurlongError, require
 from furlong.instahide import check_limits, instahide, instahide_cross
 from furlong.losses import info_nce, neighbourhood_matching
 from furlong.method import Local, Method, Report
-from furlong.methods.averaging import WEIGHTS_REVEAL, backbone, updated
+from furlong.methods.averaging import (
+    WEIGHTS_REVEAL,
+    backbone,
+    projected_width,
+    projecting,
+    updated,
+)
 from furlong.methods.bank import enqueue, new_bank
-from furlong.nets import head, head_dim
 from furlong.payload import Weights, payload
 from furlong.weights import BatchNormPolicy, Mean, ema_, snapshot
 
@@ -160,13 +164,11 @@ class FCL(Method[Server, State, Down, Up]):
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone and projector: images B×C×H×W to projections B×d."""
-        projector = head(self.projection_head, ctx.width)
-        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), projector=projector))
+        return projecting(self.projection_head, ctx)
 
     def width(self, ctx: Context) -> int:
         """The d of features."""
-        with torch.device("meta"):  # only its width is wanted
-            return head_dim(head(self.projection_head, ctx.width))
+        return projected_width(self.projection_head, ctx)
 
     def init_server(self, ctx: ServerContext) -> Server:
         """The key network starts as the query network; the public images are drawn."""

@@ -20,7 +20,6 @@ directions and 2N - 2 negatives: here there are N - 1, all from the other view.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -34,8 +33,15 @@ from furlong.context import ClientContext, Context, ServerContext, Setup, Shard
 from furlong.errors import FurlongError, require
 from furlong.losses import alignment_loss, dictionary_nce, nt_xent
 from furlong.method import Local, Method, Report
-from furlong.methods.averaging import WEIGHTS_REVEAL, Model, backbone, updated
-from furlong.nets import evaluating, head, head_dim
+from furlong.methods.averaging import (
+    WEIGHTS_REVEAL,
+    Model,
+    backbone,
+    projected_width,
+    projecting,
+    updated,
+)
+from furlong.nets import evaluating
 from furlong.payload import Weights, payload
 from furlong.peernorm import peers
 from furlong.weights import BatchNormPolicy, Mean, snapshot
@@ -142,14 +148,11 @@ class FedCA(Method[Server, State, Down, Up]):
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone and projector: images B×C×H×W to projections B×d_z."""
-        projector = head(self.projection_head, ctx.width)
-        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), projector=projector))
+        return projecting(self.projection_head, ctx)
 
     def blank(self, count: int, ctx: Context) -> Tensor:
         """``count`` dictionary rows of zeros, count×d_z."""
-        with torch.device("meta"):  # only its width is wanted
-            width = head_dim(head(self.projection_head, ctx.width))
-        return torch.zeros(count, width)
+        return torch.zeros(count, projected_width(self.projection_head, ctx))
 
     def share(self, client: int, setup: Setup) -> int:
         """How many rows of the dictionary are ``client``'s."""

@@ -8,7 +8,6 @@ the federated baseline of FedCA, FedU, FCL and MFCL.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -20,8 +19,7 @@ from furlong.context import ClientContext, Context, ServerContext
 from furlong.errors import require
 from furlong.losses import nt_xent
 from furlong.method import Local
-from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, Model, backbone
-from furlong.nets import head
+from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, Model, backbone, projecting
 from furlong.peernorm import peers
 from furlong.weights import snapshot
 
@@ -44,8 +42,7 @@ class FedSimCLR(Averaging[Model, None]):
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone and projector: images B×C×H×W to projections B×d_z."""
-        projector = head(self.projection_head, ctx.width)
-        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), projector=projector))
+        return projecting(self.projection_head, ctx)
 
     def init_server(self, ctx: ServerContext) -> Model:
         """A freshly initialised network."""
