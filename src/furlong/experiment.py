@@ -437,8 +437,8 @@ def evaluate(folder: Path, settings: Config) -> list[dict[str, Any]]:
     encoder = load_encoder(folder)
     # measuring needs no clients, so no partition can be impossible
     unsplit = replace(settings.data, partition="iid", clients=1)
-    settings = replace(settings, data=unsplit, run=replace(settings.run, bound="none"))
-    prepared = prepare(settings, training=False)
+    whole = replace(settings, data=unsplit, run=replace(settings.run, bound="none"))
+    prepared = prepare(whole, training=False)
     about = RunFolder(folder).read("encoder.json") or {}
     if (prepared.setup.channels, prepared.setup.image_size) != (
         about["channels"],
