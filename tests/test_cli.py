@@ -38,7 +38,7 @@ class Result(NamedTuple):
 def furlong_(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> Any:
     """Call ``furlong WORDS`` in an empty directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(cli.training, "keep_freed_memory", lambda: None)
 
     def call(*words: object) -> Result:
         capsys.readouterr()

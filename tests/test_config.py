@@ -58,7 +58,9 @@ def test_unknown_names_are_errors_with_the_nearest_valid_one(
 
 
 def test_short_options_are_those_of_the_command() -> None:
-    assert set(config.SHORT) == set(inspect.signature(cli.run).parameters) - {"config_file"}
+    assert set(config.SHORT) == set(inspect.signature(cli.training.run).parameters) - {
+        "config_file"
+    }
     given = {"strict": "yes", "engine": "inprocess", "bound": "single", "method": "fedema"}
     for short, dotted in config.SHORT.items():
         value = given.get(short, "2" if short != "fraction" else "0.5")

@@ -1,0 +1,5 @@
+"""``python -m furlong.cli``."""
+
+from furlong.cli import main
+
+main()
