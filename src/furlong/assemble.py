@@ -242,7 +242,9 @@ def prepare(settings: Config, *, training: bool = True) -> Prepared:
     architecture = _architecture(settings, method)
     name = settings.data.augment
     if name == "auto":
-        name = "shapes" if settings.data.name == "shapes" else "fedu"
+        name = method.usual_augment
+        if settings.data.name == "shapes" and name not in ("flip", "flip_crop", "none"):
+            name = "shapes"  # instead of any that changes colours
     with torch.random.fork_rng(devices=[]):
         encoder = build_encoder(architecture, train.channels, height)
         _try_encoder(encoder, architecture, train.channels, height)
@@ -257,6 +259,7 @@ def prepare(settings: Config, *, training: bool = True) -> Prepared:
         batch_size=settings.train.batch_size,
         optimiser=settings.optimiser,
         sizes=federation.sizes,
+        classes=train.n_classes if method.needs_labels else 0,
         seed=settings.run.seed,
         device=device,
         server_threads=settings.train.server_threads,
@@ -328,6 +331,7 @@ def without_data(
         batch_size=train.batch_size,
         optimiser=settings.optimiser,
         sizes=sizes,
+        classes=10 if method.needs_labels else 0,
         seed=settings.run.seed,
     )
     return Server(method, setup, fraction=train.fraction)

@@ -56,6 +56,7 @@ class Setup:
     batch_size: int
     optimiser: OptimiserSettings
     sizes: dict[int, int]  # images per client
+    classes: int = 0  # of the labels, for methods that need them
     seed: int = 0
     server_threads: int = 1  # for what the server computes; part of the result's bits
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -67,6 +67,7 @@ class Method(ABC, Generic[S, C, D, U]):
     needs_labels: ClassVar[bool] = False  # otherwise labels are stripped before a client sees data
     needs_public: ClassVar[bool] = False  # images that the server may see
     pairs_views: ClassVar[bool] = False  # both views go through the encoder in one pass
+    usual_augment: ClassVar[str] = "fedu"  # the preset that data.augment = "auto" stands for
     keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
     leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal
     caution: ClassVar[str] = ""  # in words: known criticism of the method
@@ -100,6 +101,10 @@ class Method(ABC, Generic[S, C, D, U]):
     @abstractmethod
     def encoder(self, server: S, ctx: ServerContext) -> nn.Module:
         """What downstream users get: images B×C×H×W in, representations h B×d out."""
+
+    def classifier(self, server: S, ctx: ServerContext) -> nn.Module | None:  # noqa: ARG002
+        """Images to class scores B×n, of a method that learns from labels."""
+        return None
 
     def plan(self, setup: Setup) -> Iterator[Exchange]:
         """The exchanges of a run: one "train" exchange per round."""

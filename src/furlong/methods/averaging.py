@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from furlong.context import Context, ServerContext
-from furlong.method import Method, Report
+from furlong.context import Batch, ClientContext, Context, ServerContext
+from furlong.method import Local, Method, Report
 from furlong.nets import head, head_dim
 from furlong.payload import Weights, flatten, payload, replace_tensors
-from furlong.weights import BatchNormPolicy, Mean, prefixed, restore
+from furlong.weights import BatchNormPolicy, Mean, prefixed, restore, snapshot
 
 C = TypeVar("C")
 D = TypeVar("D")
@@ -64,6 +65,47 @@ class Averaging(Method[D, C, D, D]):
     def local_encoder(self, upload: D, ctx: ServerContext) -> nn.Module | None:
         """What would be the global encoder if this client were the only one."""
         return None if self.bn_stats == "local" else self.encoder(upload, ctx)
+
+
+@dataclass(frozen=True)
+class OneNetwork(Averaging[Model, None]):
+    """One network, trained by one loss; clients keep nothing. Most baselines are no more."""
+
+    @abstractmethod
+    def network(self, ctx: Context) -> nn.Module:
+        """The network; its part ``backbone`` is the encoder."""
+
+    @abstractmethod
+    def loss(self, net: nn.Module, batch: Batch) -> Tensor:
+        """What a step on ``batch`` lowers."""
+
+    def penalty(self, net: nn.Module, start: Weights) -> Tensor | None:  # noqa: ARG002
+        """What comes on top for moving away from ``start``, the global network."""
+        return None
+
+    def init_server(self, ctx: ServerContext) -> Model:
+        """A freshly initialised network."""
+        return Model(snapshot(self.network(ctx)))
+
+    def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
+        """Replace the network by the global one and train it."""
+        net = ctx.network("net", lambda: self.network(ctx), down.weights)
+        start = {name: p.detach().clone() for name, p in net.named_parameters()}
+        optimiser = ctx.optimiser(net)
+        for batch in ctx.batches():
+            loss, penalty = self.loss(net, batch), self.penalty(net, start)
+            optimiser.step(loss if penalty is None else loss + penalty)
+        return Local(state, Model(snapshot(net)), optimiser.metrics())
+
+    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
+        """The backbone."""
+        return backbone(server.weights, ctx)
+
+
+def proximal(part: nn.Module, start: Weights) -> Tensor:
+    """½‖w - start‖² over the parameters of ``part``; ``start`` has them by the same names."""
+    moved = [(p - start[name]).square().sum() for name, p in part.named_parameters()]
+    return torch.stack(moved).sum() / 2
 
 
 def updated(value: D, mean: Mean[D]) -> D:

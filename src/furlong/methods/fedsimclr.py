@@ -13,19 +13,19 @@ from math import inf
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from furlong.context import ClientContext, Context, ServerContext
+from furlong.context import Batch, Context
 from furlong.errors import require
 from furlong.losses import nt_xent
-from furlong.method import Local
-from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, Model, backbone, projecting
+from furlong.methods.averaging import WEIGHTS_REVEAL, OneNetwork, projecting, proximal
+from furlong.payload import Weights
 from furlong.peernorm import peers
-from furlong.weights import snapshot
+from furlong.weights import prefixed
 
 
 @dataclass(frozen=True)
-class FedSimCLR(Averaging[Model, None]):
+class FedSimCLR(OneNetwork):
     """Contrast two views of each image with all other views of the batch."""
 
     paper: ClassVar[str] = "Chen et al. 2020 (SimCLR), averaged as in McMahan et al. 2017"
@@ -44,26 +44,15 @@ class FedSimCLR(Averaging[Model, None]):
         """Backbone and projector: images B×C×H×W to projections B×d_z."""
         return projecting(self.projection_head, ctx)
 
-    def init_server(self, ctx: ServerContext) -> Model:
-        """A freshly initialised network."""
-        return Model(snapshot(self.network(ctx)))
+    def loss(self, net: nn.Module, batch: Batch) -> Tensor:
+        """Both views in one pass, each against all others."""
+        with peers(net):
+            z1, z2 = net(torch.cat(batch.views())).chunk(2)
+        return nt_xent(z1, z2, self.temperature)
 
-    def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
-        """Replace the network by the global one and train it."""
-        net = ctx.network("net", lambda: self.network(ctx), down.weights)
-        optimiser = ctx.optimiser(net)
-        anchor = [p.detach().clone() for p in net.get_submodule("projector").parameters()]
-        for batch in ctx.batches():
-            with peers(net):
-                z1, z2 = net(torch.cat(batch.views())).chunk(2)
-            loss = nt_xent(z1, z2, self.temperature)
-            if self.head_prox_mu:
-                moved = zip(net.get_submodule("projector").parameters(), anchor, strict=True)
-                distance = torch.stack([(p - a).square().sum() for p, a in moved]).sum()
-                loss = loss + self.head_prox_mu / 2 * distance
-            optimiser.step(loss)
-        return Local(state, Model(snapshot(net)), optimiser.metrics())
-
-    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
-        """The backbone."""
-        return backbone(server.weights, ctx)
+    def penalty(self, net: nn.Module, start: Weights) -> Tensor | None:
+        """On the projector only."""
+        if not self.head_prox_mu:
+            return None
+        projector = net.get_submodule("projector")
+        return self.head_prox_mu * proximal(projector, prefixed(start, "projector"))
