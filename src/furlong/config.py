@@ -110,7 +110,11 @@ class Config:
         return tomli_w.dumps(_without_none(asdict(self)))
 
 
-SMALL_HEADS = {"projection_head": "small_proj", "prediction_head": "small_pred"}
+SMALL_HEADS = {
+    "projection_head": "small_proj",
+    "prediction_head": "small_pred",
+    "decoder_width": 64,
+}
 SHORT = {
     "method": "method.name",
     "data": "data.name",
