@@ -149,6 +149,7 @@ def methods(
                     "name": name,
                     "paper": row.paper,
                     "fields": resolved,
+                    "server": dict(row.server),
                     "keeps": row.cls.keeps,
                     "leaves": row.cls.leaves,
                     "caution": row.cls.caution,
@@ -162,6 +163,8 @@ def methods(
         return
     console.print(f"[bold]{name}[/] ({row.family}): {(row.cls.__doc__ or '').strip()}")
     console.print(f"paper: {row.paper}", markup=False)
+    for key, value in row.server.items():
+        console.print(f"stands for: --server.{key} {value}", markup=False)
     table = Table("field", "default", "type", title="fields (--method.FIELD)", title_justify="left")
     hints = get_type_hints(row.cls)
     for f in fields(row.cls):  # type: ignore[arg-type]
