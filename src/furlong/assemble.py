@@ -23,10 +23,11 @@ from furlong.federation import Federation
 from furlong.guard import Guard
 from furlong.method import Method
 from furlong.methods.alone import Alone
+from furlong.methods.ruled import Ruled
 from furlong.metrics import beta_cib, beta_hetero, expected_false_negatives
 from furlong.nets import build_encoder, evaluating, out_dim
 from furlong.payload import traffic
-from furlong.rounds import Server, seed_of, seeded, shuffled, threads
+from furlong.rounds import Server, cohort_size, seed_of, seeded, shuffled, threads
 from furlong.weights import recalibrate
 
 HOLDOUT = 0.1  # of a labelled set that has no test split
@@ -217,6 +218,16 @@ def _architecture(settings: Config, method: Method[Any, Any, Any, Any]) -> str:
     return method.architecture(name if norm == "bn" else f"{name}+{norm}")
 
 
+def _ruled(
+    method: Method[Any, Any, Any, Any], settings: Config, clients: int
+) -> Method[Any, Any, Any, Any]:
+    """The method under the server's rule, if a round has clients enough for it."""
+    if settings.server.rule == "mean":
+        return method
+    settings.server.check_cohort(cohort_size(clients, settings.train.fraction))
+    return Ruled(method, settings.server)
+
+
 def prepare(settings: Config, *, training: bool = True) -> Prepared:
     """Read the data, split it, build the method; without public images if nothing is trained."""
     train, test, notes = load_data(settings)
@@ -232,6 +243,13 @@ def prepare(settings: Config, *, training: bool = True) -> Prepared:
         federation = federation.pooled()
     elif settings.run.bound == "single":
         method = Alone(method)
+    if settings.run.bound == "none":
+        method = _ruled(method, settings, len(federation.clients))
+    elif settings.server.rule != "mean":
+        notes.append(
+            f"server.rule = {settings.server.rule} plays no part: with bound = "
+            f"{settings.run.bound} there is nothing to merge"
+        )
     if method.needs_labels and train.labels is None:
         raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
     if method.caution and training:
@@ -327,7 +345,7 @@ def without_data(
     settings: Config, sizes: dict[int, int], channels: int = 3, image_size: int = 32
 ) -> Server[Any, Any, Any]:
     """The server of a run whose clients hold ``sizes`` images, for predicting what is sent."""
-    method = settings.make_method()
+    method = _ruled(settings.make_method(), settings, len(sizes))
     train, name = settings.train, _architecture(settings, method)
     with torch.random.fork_rng(devices=[]):
         width = out_dim(build_encoder(name, channels, image_size), channels, image_size)

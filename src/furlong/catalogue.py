@@ -40,6 +40,7 @@ class Entry:
     uploads: str  # the first sentence of ``leaves``
     leaves: str
     caution: str
+    server: dict[str, Any]  # what the name stands for besides: --server.KEY
     options: tuple[Option, ...]
 
 
@@ -65,6 +66,7 @@ def entry(name: str, encoder: str = "resnet18") -> Entry:
         re.split(r"(?<=\w)\. (?=[A-Z])", cls.leaves)[0].rstrip("."),
         cls.leaves,
         cls.caution,
+        dict(row.server),
         options,
     )
 
@@ -135,9 +137,11 @@ def _section(e: Entry) -> str:
         for o in e.options
     ]
     caution = [f"\n**Criticism.** {e.caution}"] if e.caution else []
+    stands = [f"Stands for `--server.{key} {value}`.\n" for key, value in e.server.items()]
     return "\n".join(
         [
             f"## {e.name}\n\n{e.summary} *{e.paper}.*\n",
+            *stands,
             f"**Leaves the client.** {e.leaves}",
             *caution,
             "",

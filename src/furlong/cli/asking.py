@@ -178,6 +178,8 @@ def _one_method(name: str, encoder: str, as_json: bool) -> None:
         return
     console.print(f"[bold]{name}[/] ({e.family}): {e.summary}")
     console.print(f"paper: {e.paper}", markup=False)
+    for setting, value in e.server.items():
+        console.print(f"stands for: --server.{setting} {value}", markup=False)
     if e.needs != "nothing":
         console.print(f"needs: {e.needs}", markup=False)
     table = Table("field", "default", "type", "", title="fields (--method.FIELD)")

@@ -1,6 +1,7 @@
 """The table of methods: the only place where a method has a string name.
 
-A row is a name, a class and the fields by which it differs from the class's defaults.
+A row is a name, a class and the fields by which it differs from the class's defaults; L-DAWA is a
+rule of the server.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Row:
     family: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""  # if the name has another paper than the class
+    server: Mapping[str, Any] = field(default_factory=dict)  # settings of [server] it stands for
 
     @property
     def paper(self) -> str:
@@ -44,6 +46,13 @@ class Row:
 
 METHODS: dict[str, Row] = {
     "fedsimclr": Row(FedSimCLR, "contrastive"),
+    "ldawa": Row(
+        FedSimCLR,
+        "contrastive",
+        source="Rehman et al., L-DAWA: Layer-wise Divergence Aware Weight Aggregation in Federated "
+        "Self-Supervised Visual Representation Learning, ICCV 2023",
+        server={"rule": "ldawa"},
+    ),
     "fedmoco": Row(FedMoCo, "contrastive"),
     "fcl": Row(FCL, "contrastive"),
     "fedca": Row(FedCA, "contrastive"),

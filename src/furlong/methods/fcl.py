@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from furlong.aggregation import Combiner
 from furlong.context import ClientContext, Context, ServerContext
 from furlong.data.augment import extremes
 from furlong.errors import FurlongError, require
@@ -35,11 +36,10 @@ from furlong.methods.averaging import (
     backbone,
     projected_width,
     projecting,
-    updated,
 )
 from furlong.methods.bank import enqueue, new_bank
 from furlong.payload import Weights, payload
-from furlong.weights import BatchNormPolicy, Mean, ema_, snapshot
+from furlong.weights import BatchNormPolicy, ema_, snapshot
 
 
 @payload
@@ -258,18 +258,18 @@ class FCL(Method[Server, State, Down, Up]):
     def aggregate(
         self, server: Server, reports: Iterable[Report[Up]], ctx: ServerContext
     ) -> Server:
-        """Mean of both networks; each client's features replace its older ones."""
-        mean: Mean[Pair] = Mean(pooled=self.bn_stats == "pooled")
+        """Both networks by the run's rule; each client's features replace its older ones."""
+        combined: Combiner[Pair] = ctx.combining(self.bn_stats)
         features: dict[int, Tensor] = {}
         heard: list[int] = []
         for report in reports:
             upload = report.upload
-            mean.add(Pair(upload.query, upload.key), report.examples)
+            combined.add(Pair(upload.query, upload.key), report.examples)
             heard.append(report.client)
             if upload.features is not None:
                 # a copy: the upload's tensors are views that keep its whole buffer alive
                 features[report.client] = upload.features.clone()
-        nets = updated(Pair(server.query, server.key), mean)
+        nets = combined.onto(Pair(server.query, server.key))
         return self._heard(replace(server, query=nets.query, key=nets.key), heard, features, ctx)
 
     def outline(self, server: Server | None, cohort: list[int], ctx: ServerContext) -> Server:
