@@ -12,10 +12,13 @@ from typing import Any
 from furlong.method import Method
 from furlong.methods.fcl import FCL
 from furlong.methods.fedca import FedCA
+from furlong.methods.feddc import FedDC
 from furlong.methods.fedema import FedEMA
 from furlong.methods.fedsimclr import FedSimCLR
+from furlong.methods.fedswav import FedSwAV
 from furlong.methods.fedu import FedU
 from furlong.methods.mfcl import MFCL
+from furlong.methods.orchestra import Orchestra
 
 
 @dataclass(frozen=True)
@@ -46,4 +49,7 @@ METHODS: dict[str, Row] = {
     "fedu": Row(FedU, "non-contrastive"),
     "fedema": Row(FedEMA, "non-contrastive"),
     "mfcl": Row(MFCL, "modular"),
+    "fedswav": Row(FedSwAV, "clustering"),
+    "feddc": Row(FedDC, "clustering"),
+    "orchestra": Row(Orchestra, "clustering"),
 }
