@@ -310,7 +310,9 @@ def test_orchestra_sends_what_the_specification_counts() -> None:
     assert down.features == 4 * 65_536
     assert up.params == down.params
     assert traffic(flow["cluster"]["up"]).total == 4 * 8192
-    assert traffic(flow["cluster"]["down"]).features == 0
+    first = traffic(flow["cluster"]["down"])
+    assert first.features == 0
+    assert 2 * first.params == down.params + 4 * 4 * 513  # one network less
 
 
 def test_a_stateful_client_keeps_target_and_memory(prepared: Any) -> None:

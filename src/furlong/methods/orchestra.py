@@ -140,7 +140,9 @@ class Orchestra(Method[Shared, State | None, Shared, Up]):
 
     def download(self, server: Shared, client: int, ctx: ServerContext) -> Shared:  # noqa: ARG002
         """The networks and C. The official code adds the mean of the local centroids, unused."""
-        return replace(server, centroids=None) if ctx.exchange.kind == "cluster" else server
+        if ctx.exchange.kind == "cluster":  # no C yet, and ξ = θ
+            return Shared(replace(server.nets, target=None), None)
+        return server
 
     def local_update(
         self, state: State | None, down: Shared, ctx: ClientContext
