@@ -118,6 +118,10 @@ class Optimiser:
             self.torch = torch.optim.SGD(
                 trainable, lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
             )
+            # fused SGD wants the momentum of all parameters or of none, and one that is frozen at
+            # first gets its gradient later than the others; a momentum of 0 is the same as none
+            for parameter in trainable if settings.momentum else ():
+                self.torch.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         self._losses: list[Tensor] = []
 
     def step(self, loss: Tensor) -> None:

@@ -16,16 +16,19 @@ from furlong.methods.fedae import FedAE
 from furlong.methods.fedavg import FedAvg
 from furlong.methods.fedbarlow import FedBarlow
 from furlong.methods.fedca import FedCA
+from furlong.methods.feddc import FedDC
 from furlong.methods.fedema import FedEMA
 from furlong.methods.fedmoco import FedMoCo
 from furlong.methods.fedrot import FedRot
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.methods.fedsimsiam import FedSimSiam
+from furlong.methods.fedswav import FedSwAV
 from furlong.methods.fedu import FedU
 from furlong.methods.fedvicreg import FedVICReg
 from furlong.methods.fedx import FedX
 from furlong.methods.mfcl import MFCL
 from furlong.methods.moon import MOON
+from furlong.methods.orchestra import Orchestra
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ METHODS: dict[str, Row] = {
     "fedvicreg": Row(FedVICReg, "non-contrastive"),
     "fedu": Row(FedU, "non-contrastive"),
     "fedema": Row(FedEMA, "non-contrastive"),
+    "fedswav": Row(FedSwAV, "clustering"),
+    "feddc": Row(FedDC, "clustering"),
+    "orchestra": Row(Orchestra, "clustering"),
     "fedrot": Row(FedRot, "pretext task"),
     "fedae": Row(FedAE, "reconstruction"),
     "mfcl": Row(MFCL, "modular"),

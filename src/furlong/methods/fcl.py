@@ -13,8 +13,7 @@ CL+FF+NM is the default, CL+FF has matching = 0, CL (MoCo) fusion = False beside
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, Literal
@@ -22,7 +21,6 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from furlong.aggregation import Combiner
 from furlong.context import ClientContext, Context, ServerContext
@@ -38,6 +36,7 @@ from furlong.methods.averaging import (
     projecting,
 )
 from furlong.methods.bank import enqueue, new_bank
+from furlong.nets import untracked
 from furlong.payload import Weights, payload
 from furlong.weights import BatchNormPolicy, ema_, snapshot
 
@@ -306,16 +305,3 @@ class FCL(Method[Server, State, Down, Up]):
     def local_encoder(self, upload: Up, ctx: ServerContext) -> nn.Module | None:
         """What would be the global encoder if this client were the only one."""
         return None if self.bn_stats == "local" else backbone(upload.query, ctx)
-
-
-@contextmanager
-def untracked(module: nn.Module) -> Iterator[None]:
-    """Inside, BatchNorm normalises by the batch and leaves its running statistics alone."""
-    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-    for norm in norms:
-        norm.track_running_stats = False
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.track_running_stats = True
