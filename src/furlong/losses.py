@@ -7,6 +7,7 @@ a positive number changes nothing and gradients are orthogonal to the rows. The 
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -148,22 +149,26 @@ def vicreg(z1: Tensor, z2: Tensor, invariance: float, variance: float, covarianc
 
 
 def relational(
-    z1: Tensor, z2: Tensor, anchors: Tensor, temperature: float, target_temperature: float
+    z1: Tensor,
+    z2: Tensor,
+    anchors: Tensor,
+    temperature: float,
+    target_temperature: float,
+    reverse: bool = False,
 ) -> Tensor:
     """FedX's relational loss (Han et al. 2022): two views relate to other images in the same way.
 
-    ``z1``, ``z2``: B×d; ``anchors``: A×d. A view's relation is its softmax over its cosines with
-    the anchors; the loss is the mean divergence KL(m‖r) of both views' relations r from their
-    mean m. With equal temperatures it is the Jensen-Shannon divergence. Gradients flow through m
-    too, as in the authors' code.
+    ``z1``, ``z2``: B×d; ``anchors``: A×d. A view's relation r is its softmax over its cosines with
+    the anchors, m the mean of both views' relations at ``target_temperature``. The loss is the mean
+    of KL(r‖m), which is the Jensen-Shannon divergence if the temperatures are equal, or of KL(m‖r)
+    if ``reverse``. Gradients flow through m too.
     """
     anchors = F.normalize(anchors, dim=1)
-    cosines = [F.normalize(z, dim=1) @ anchors.T for z in (z1, z2)]
-    mean = torch.stack([(c / target_temperature).softmax(dim=1) for c in cosines]).mean(0)
-    parts = [
-        F.kl_div((c / temperature).log_softmax(dim=1), mean, reduction="batchmean") for c in cosines
-    ]
-    return (parts[0] + parts[1]) / 2
+    cosines = torch.stack([F.normalize(z, dim=1) @ anchors.T for z in (z1, z2)])
+    relations = (cosines / temperature).log_softmax(dim=2)
+    mean = (cosines / target_temperature).log_softmax(dim=2).logsumexp(dim=0) - math.log(2)
+    first, second = (mean.expand_as(relations), relations) if reverse else (relations, mean)
+    return (first.exp() * (first - second)).sum(dim=2).mean()
 
 
 def moon_contrast(z: Tensor, received: Tensor, previous: Tensor, temperature: float) -> Tensor:
