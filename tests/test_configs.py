@@ -28,9 +28,11 @@ SPLITS = ("iid", "noniid")
 FEW = {"fedavg-1pct": "fedavg", "fedavg-10pct": "fedavg"}
 Rows = tuple[tuple[tuple[str, ...], ...], dict[str, str]]
 FCL_SETS = (*CIFAR, "fashion_mnist")
-FCL_ROWS = {name: name for name in ("fedrot", "fedsimclr", "fedca", "fedavg")} | {"": "fcl"}
+FCL_ROWS = {
+    name: name for name in ("fedrot", "feddc", "fedswav", "fedsimclr", "fedca", "fedavg")
+} | {"": "fcl"}
 MFCL_ROWS = {"pn": "mfcl", "gn": "mfcl", "bn": "mfcl"} | {
-    name: name for name in ("fedavg", "fedprox", "moon", "fedsimclr")
+    name: name for name in ("fedavg", "fedprox", "moon", "fedswav", "fedsimclr", "orchestra")
 }
 TABLES: dict[str, list[Rows]] = {
     "fedca": [
