@@ -1,10 +1,12 @@
-"""Tensors in files, mapped into memory: for what is too large to be held."""
+"""Files that are whole or absent; tensors in files, mapped into memory."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,6 +22,32 @@ def require_space(folder: Path, needed: int) -> None:
         raise FurlongError(
             f"{folder} has {free / 1e9:.1f} GB free; {needed / 1e9:.1f} GB are needed there."
         )
+
+
+def require_free(path: Path, force: bool) -> None:
+    """Refuse to replace a file unasked, before the work that would fill it is done."""
+    if path.is_dir():
+        raise FurlongError(f"{path} is a folder: name a file in it with --out.")
+    if path.exists() and not force:
+        raise FurlongError(f"{path} is there already: --force replaces it, --out names another.")
+
+
+@contextmanager
+def replacing(path: Path, force: bool = False) -> Iterator[Path]:
+    """The path of a draft beside ``path``, which takes its place once it has been written."""
+    require_free(path, force)
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        raise FurlongError(f"cannot write {path}: {error.strerror or error}.") from None
+    finally:
+        if draft.exists():
+            draft.unlink()
 
 
 def write(path: Path, tensor: Tensor) -> None:
