@@ -216,14 +216,23 @@ class Neighbour:
     similarity: float
 
 
-def nearest_images(query: Tensor, rows: Iterator[Rows], k: int) -> tuple[list[Neighbour], int]:
-    """The ``k`` rows most alike to ``query`` (d) by cosine, best first, and how many there were."""
+@dataclass(frozen=True)
+class Found:
+    """The nearest images, best first; of how many; and how alike the median one of all is."""
+
+    nearest: list[Neighbour]
+    count: int
+    median: float
+
+
+def nearest_images(query: Tensor, rows: Iterator[Rows], k: int) -> Found:
+    """The ``k`` rows most alike to ``query`` (d) by cosine."""
     best: list[Neighbour] = []
-    count = 0
+    every: list[Tensor] = []
     direction = F.normalize(query.double(), dim=0)
     for block in rows:
-        count += len(block.paths)
         alike = F.normalize(block.features.double(), dim=1) @ direction
+        every.append(alike)
         values, where = alike.topk(min(k, len(alike)))
         best += [
             Neighbour(block.paths[i], block.widths[i], block.heights[i], value)
@@ -231,32 +240,39 @@ def nearest_images(query: Tensor, rows: Iterator[Rows], k: int) -> tuple[list[Ne
         ]
         # a path breaks ties, so that the order does not depend on the blocks
         best = sorted(best, key=lambda each: (-each.similarity, each.path))[:k]
-    return best, count
+    if not every:
+        raise FurlongError("there is no readable image to compare with.")
+    whole = torch.cat(every)
+    return Found(best, len(whole), float(whole.median()))
 
 
-def page(query: Path, root: Path, found: list[Neighbour], count: int, about: dict[str, str]) -> str:
+def page(query: Path, root: Path, found: Found, about: dict[str, str]) -> str:
     """A self-contained HTML page: the query, then its neighbours, thumbnails inside."""
     text = resources.files("furlong").joinpath("neighbours.html.jinja").read_text(encoding="utf-8")
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     asked = query.resolve()
+    rest = max(1 - found.median, 1e-9)
     cards = [
         {
             "rank": rank,
-            "path": each.path,
+            "folder": each.path.rpartition("/")[0],
+            "name": each.path.rpartition("/")[2],
             "size": f"{each.width}×{each.height}",
             "similarity": each.similarity,
+            "bar": 100 * min(1.0, max(0.0, (each.similarity - found.median) / rest)),
             "self": (root / each.path).resolve() == asked,
             "image": thumbnail(root / each.path),
         }
-        for rank, each in enumerate(found, 1)
+        for rank, each in enumerate(found.nearest, 1)
     ]
     return environment.from_string(text).render(
         query=printable(query.name),
         image=thumbnail(query),
         cards=cards,
-        count=count,
+        count=found.count,
+        median=found.median,
         about=about,
         root=printable(root.name or str(root)),
     )

@@ -81,14 +81,17 @@ def export(
 
 
 def describe(about: dict[str, Any]) -> dict[str, str]:
-    """What encoder.json says as strings, with the normalisation, without paths of the data."""
+    """What encoder.json says as strings, with the normalisation, without paths."""
     try:
         mean, std = normalisation(preset(str(about["augment"])))
-        kind, colon, place = str(about["data"]).partition(":")
+        data, method, encoder = (str(about[key]) for key in ("data", "method", "encoder"))
     except KeyError as error:
         raise FurlongError(f"the run's encoder.json lacks {error}.") from None
     found = {key: str(value) for key, value in about.items()}
+    kind, colon, place = data.partition(":")
     found["data"] = f"{kind}:{Path(place).name}" if colon else kind
+    for key, name in (("method", method), ("encoder", encoder)):
+        found[key] = Path(name).name if ":" in name else name  # file.py:name
     return found | {"mean": json.dumps(mean), "std": json.dumps(std)}
 
 

@@ -171,20 +171,19 @@ def neighbours(
         root, rows = inside, making.folder_rows(encoder, inside, skipped, show)
         if inside.is_file():
             root, rows = making.stored_rows(encoder, inside)
-        found, count = making.nearest_images(query, rows, k)
+        found = making.nearest_images(query, rows, k)
     _print_skipped(skipped)
-    if not found:
-        raise FurlongError(f"there is no readable image in {inside}.")
     if as_json:
-        print(json.dumps([{"path": n.path, "similarity": n.similarity} for n in found]))
+        print(json.dumps([{"path": n.path, "similarity": n.similarity} for n in found.nearest]))
     else:
         table = Table("", "cosine", "image")
-        for rank, near in enumerate(found, 1):
+        for rank, near in enumerate(found.nearest, 1):
             table.add_row(str(rank), f"{near.similarity:.3f}", escape(printable(near.path)))
         console.print(table)
-        console.print(f"the nearest of {count:,} images in {root}", markup=False, soft_wrap=True)
+        said = f"the nearest of {found.count:,} images in {root}; the median has {found.median:.3f}"
+        console.print(said, markup=False, soft_wrap=True)
     if out is not None:
-        html = making.page(image, root, found, count, encoder.about)
+        html = making.page(image, root, found, encoder.about)
         with replacing(out, force) as draft:
             draft.write_text(html, encoding="utf-8", errors="replace")
         err.print(f"page: {out}", markup=False, soft_wrap=True)
