@@ -282,11 +282,23 @@ def test_what_is_absent_is_said_to_be_absent(run: Path, tmp_path: Path) -> None:
     about = json.loads((folder / "encoder.json").read_text())
     (folder / "encoder.json").write_text(json.dumps(about | {"method": "gone.py:Method"}))
     card = export(folder, "safetensors", tmp_path / "e.safetensors").card.read_text()
-    assert "no labels, so no accuracy was measured" in card
+    assert "no accuracy was measured, since the images had no labels" in card
     assert "β-CIB, β-hetero | absent" in card
     assert "| paper | not recorded |" in card
     assert "| seed | not recorded |" in card
     assert "the method's code was not at hand" in card
+
+
+def test_statistics_that_stay_are_not_said_to_leave(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    assert "| weights | buffers |" in export(folder, "safetensors").card.read_text()
+    text = (folder / "config.toml").read_text()
+    assert 'bn_stats = "average"' in text
+    (folder / "config.toml").write_text(text.replace('bn_stats = "average"', 'bn_stats = "local"'))
+    card = export(folder, "safetensors", force=True).card.read_text()
+    assert "| weights | params |" in card
+    assert "| weights | buffers |" not in card
 
 
 def test_nothing_is_replaced_unasked(run: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from furlong.method import Method
 from furlong.methods.alone import Alone
 from furlong.metrics import beta_cib, beta_hetero, expected_false_negatives
 from furlong.nets import build_encoder, evaluating, out_dim
-from furlong.payload import traffic
+from furlong.payload import is_buffer, split_weights, traffic
 from furlong.rounds import Server, seed_of, seeded, shuffled, threads
 from furlong.weights import recalibrate
 
@@ -357,10 +357,10 @@ def sent_by(server: Server[Any, Any, Any]) -> dict[str, dict[str, Any]]:
     for exchange in server.exchanges():
         ctx = server.context(exchange)
         if exchange.clients != ():
-            flow = {
-                "down": made.download(state, first, ctx),
-                "up": made.expected(state, first, ctx),
-            }
+            up = made.expected(state, first, ctx)
+            if made.bn_stats == "local":
+                up = split_weights(up, is_buffer)[0]
+            flow = {"down": made.download(state, first, ctx), "up": up}
             before = found.setdefault(exchange.kind, flow)
             if [traffic(v) for v in flow.values()] != [traffic(v) for v in before.values()]:
                 found.setdefault(f"{exchange.kind}, later", flow)

@@ -84,6 +84,8 @@ class Embedder:
 
     def one(self, path: Path) -> Tensor:
         """The feature d of one file."""
+        if not path.is_file():
+            raise FurlongError(f"there is no image file {path}.")
         found = self.read((str(path), path))
         if isinstance(found, Skipped):
             raise FurlongError(f"{path} cannot be read: {found.reason}.")

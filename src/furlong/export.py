@@ -272,11 +272,7 @@ def _loading(to: str, name: str, about: dict[str, str], weights: Weights, pixels
         )
     if to == "onnx":
         fed = "pixels" if pixels else "normalised"
-        note = (
-            "uint8 B×C×S×S"
-            if pixels
-            else f"float32 B×C×S×S: (pixels / 255 - {about['mean']}) / {about['std']}"
-        )
+        note = "uint8 B×C×S×S" if pixels else f"float32 B×C×S×S: {_normalising(about)}"
         return (
             "import onnxruntime\n"
             f"session = onnxruntime.InferenceSession({file})\n"
@@ -296,6 +292,13 @@ def _loading(to: str, name: str, about: dict[str, str], weights: Weights, pixels
         "from safetensors.torch import load_file\n"
         f'model = timm.create_model("{base}", num_classes=0, in_chans={stem.shape[1]})\n'
         f"{changed}model.load_state_dict(load_file({file}))\n"
-        "model.eval()  # takes (pixels / 255 - mean) / std, "
-        f"mean {about['mean']}, std {about['std']}"
+        f"model.eval()  # takes float32 B×C×S×S: {_normalising(about)}"
     )
+
+
+def _normalising(about: dict[str, str]) -> str:
+    """How pixels become what the encoder takes, in words."""
+    mean, std = json.loads(about["mean"]), json.loads(about["std"])
+    if not any(mean) and set(std) == {1.0}:
+        return "pixels / 255"
+    return f"(pixels / 255 - mean) / std by channel, mean {mean}, std {std}"

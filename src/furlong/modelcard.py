@@ -19,6 +19,8 @@ from furlong.report import ENCODERS, PROTOCOLS, percent
 from furlong.runfolder import RunFolder
 from furlong.words import size
 
+THIS = "client 0 alone"  # whose encoder is kept where every client has its own
+
 
 def write(
     run: Path,
@@ -105,19 +107,21 @@ def _sizes(split: Mapping[str, Any]) -> str:
     if not sizes:
         return "not recorded"
     same = min(sizes) == max(sizes)
-    spread = f"{sizes[0]:,} each" if same else f"{min(sizes):,} to {max(sizes):,}"
+    spread = f"{sizes[0]:,} each" if same else f"{min(sizes):,} to {max(sizes):,} each"
     return f"{sum(sizes):,} ({spread})"
 
 
 def _results(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row per encoder, a column per protocol; clients by themselves are in their mean."""
+    """A row per encoder, a column per protocol; of clients by themselves the first and the mean."""
     measured = [row for row in rows if isinstance(row.get("accuracy"), float)]
     columns = list(dict.fromkeys(str(row["protocol"]) for row in measured))
     table: dict[str, dict[str, str]] = {}
     for row in measured:
-        if not row["who"].endswith(" alone"):
+        who = str(row["who"])
+        if who == THIS or not who.endswith(" alone"):
             spread = f" ± {100 * row['std']:.1f}" if "std" in row else ""
-            cells = table.setdefault(ENCODERS.get(row["who"], row["who"]), {})
+            name = f"{who} (this file)" if who == THIS else ENCODERS.get(who, who)
+            cells = table.setdefault(name, {})
             cells[str(row["protocol"])] = percent(row["accuracy"]) + spread
     return {
         "columns": [PROTOCOLS.get(column, column) for column in columns],

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from furlong.errors import FurlongError
+from furlong.words import size
 
 
 def require_space(folder: Path, needed: int) -> None:
     """An error now instead of a full disk later."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise FurlongError(
-            f"{folder} has {free / 1e9:.1f} GB free; {needed / 1e9:.1f} GB are needed there."
-        )
+        raise FurlongError(f"{folder} has {size(free)} free; {size(needed)} are needed there.")
 
 
 def require_free(path: Path, force: bool) -> None:
@@ -70,9 +69,9 @@ def write(path: Path, tensor: Tensor) -> None:
 
 def mapped(path: Path, shape: tuple[int, ...]) -> Tensor:
     """The stored tensor as a view of the file: rows come from disk when they are used."""
-    size = math.prod(shape)
-    if not path.exists() or path.stat().st_size != 4 * size:
+    count = math.prod(shape)
+    if not path.exists() or path.stat().st_size != 4 * count:
         raise FurlongError(f"{path} is missing or damaged; the run cannot go on without it.")
-    if not size:
+    if not count:
         return torch.empty(shape)
-    return torch.from_file(str(path), shared=False, size=size).view(shape)
+    return torch.from_file(str(path), shared=False, size=count).view(shape)

@@ -269,8 +269,8 @@ def summarise(data: str, group_by: str | None, parts: list[Part]) -> dict[str, A
         "data": f"{kind}:{path}",
         "images": len(seen),
         "splits": {part.split: len(part.seen) for part in parts},
-        "sites": dict(sites),
-        "classes": dict(classes),
+        "sites": dict(sorted(sites.items())),
+        "classes": dict(sorted(classes.items())),
         "skipped": [
             {"name": each.name, "reason": each.reason} for part in parts for each in part.skipped
         ],
@@ -326,6 +326,7 @@ def _suggested(found: dict[str, Any]) -> dict[str, Any]:
     encoder, encoder_why = _encoder(found["images"])
     augment, augment_why = _augment(found)
     least = min(found["sites"].values(), default=found["images"] // 5)
+    whose = "the smallest site" if found["sites"] else "a fifth of all"
     batch = max(8, min(128, 1 << max(0, (least // 4).bit_length() - 1)))
     pixels = found["images"] * 3 * size * size
     return {
@@ -334,9 +335,9 @@ def _suggested(found: dict[str, Any]) -> dict[str, Any]:
         "augment": {"value": augment, "reason": augment_why},
         "batch_size": {
             "value": batch,
-            "reason": f"the smallest site ({least:,} images) then takes at least four steps a round"
+            "reason": f"{whose} ({least:,} images) then takes at least four steps a round"
             if least >= 4 * batch
-            else f"the smallest site has {least:,} images only",
+            else f"{whose} has {least:,} images only",
         },
         "decoded": {
             "bytes": pixels,
