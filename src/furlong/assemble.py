@@ -26,7 +26,7 @@ from furlong.methods.alone import Alone
 from furlong.methods.ruled import Ruled
 from furlong.metrics import beta_cib, beta_hetero, expected_false_negatives
 from furlong.nets import build_encoder, evaluating, out_dim
-from furlong.payload import traffic
+from furlong.payload import is_buffer, split_weights, traffic
 from furlong.rounds import Server, cohort_size, seed_of, seeded, shuffled, threads
 from furlong.weights import recalibrate
 
@@ -374,15 +374,22 @@ def flows(
     By kind of exchange; where later exchanges of a kind send something else, they follow apart.
     """
     settings = from_tree({}, {"method": method, "encoder": encoder, "rounds": 2}, "options")
-    server = without_data(settings, dict.fromkeys(range(5), 1000), channels, image_size)
-    made = server.method
+    return sent_by(without_data(settings, dict.fromkeys(range(5), 1000), channels, image_size))
+
+
+def sent_by(server: Server[Any, Any, Any]) -> dict[str, dict[str, Any]]:
+    """What goes down to and up from the first client of a run, as :func:`flows` gives it."""
+    made, first = server.method, min(server.setup.sizes)
     found: dict[str, dict[str, Any]] = {}
     with server.computing("init"):
         state = made.outline(None, [], server.context(Exchange(round=0)))
     for exchange in server.exchanges():
         ctx = server.context(exchange)
         if exchange.clients != ():
-            flow = {"down": made.download(state, 0, ctx), "up": made.expected(state, 0, ctx)}
+            up = made.expected(state, first, ctx)
+            if made.bn_stats == "local":
+                up = split_weights(up, is_buffer)[0]
+            flow = {"down": made.download(state, first, ctx), "up": up}
             before = found.setdefault(exchange.kind, flow)
             if [traffic(v) for v in flow.values()] != [traffic(v) for v in before.values()]:
                 found.setdefault(f"{exchange.kind}, later", flow)
