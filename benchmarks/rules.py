@@ -1,0 +1,62 @@
+"""What the server's rules cost: CPU seconds of one core to merge the answers of one round.
+
+python benchmarks/rules.py --clients 10 --encoder resnet18
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from furlong.aggregation import Ruling, ServerSettings
+from furlong.methods.averaging import Model
+from furlong.nets import build_encoder
+from furlong.weights import snapshot
+
+
+def main() -> None:
+    """Print a table of medians."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--encoder", default="resnet18")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    current = Model(snapshot(build_encoder(options.encoder)))
+    answers = [moved(current) for _ in range(options.clients)]
+    rules = get_args(get_type_hints(ServerSettings)["rule"])
+    seconds: dict[str, list[float]] = {rule: [] for rule in rules}
+    for _ in range(options.repeats):
+        for rule in rules:  # in turn, so that all meet the same machine
+            began = time.process_time()
+            merge(ServerSettings(rule=rule), current, answers)
+            seconds[rule].append(time.process_time() - began)
+    for rule, found in seconds.items():
+        print(f"{rule:18} {statistics.median(found):6.2f} s")
+
+
+def moved(model: Model) -> Model:
+    """A client's answer: the weights with a little noise, counters as they are."""
+    return Model(
+        {
+            name: t + 0.01 * torch.randn_like(t) if t.is_floating_point() else t
+            for name, t in model.weights.items()
+        }
+    )
+
+
+def merge(settings: ServerSettings, current: Model, answers: list[Model]) -> Any:
+    """As a server does: one answer after the other."""
+    combined = Ruling(settings, {}, "train", print)("average")
+    for answer in answers:
+        combined.add(answer, 100)
+    return combined.onto(current)
+
+
+if __name__ == "__main__":
+    main()
