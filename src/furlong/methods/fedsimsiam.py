@@ -29,8 +29,9 @@ class FedSimSiam(OneNetwork):
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone, projector and predictor in a row."""
+        net = projecting(self.projection_head, ctx)  # first: the same start as other methods
         predictor = predicting(self.projection_head, self.prediction_head, ctx)
-        return extended(projecting(self.projection_head, ctx), predictor=predictor)
+        return extended(net, predictor=predictor)
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """One pass per view, so that BatchNorm sees one view at a time, as in SimSiam."""

@@ -57,8 +57,9 @@ class FedX(Averaging[Model, None]):
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone, projector and predictor in a row."""
+        net = projecting(self.projection_head, ctx)  # first: the same start as other methods
         predictor = predicting(self.projection_head, self.prediction_head, ctx)
-        return extended(projecting(self.projection_head, ctx), predictor=predictor)
+        return extended(net, predictor=predictor)
 
     def init_server(self, ctx: ServerContext) -> Model:
         """A freshly initialised network."""

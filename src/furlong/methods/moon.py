@@ -57,8 +57,8 @@ class MOON(Averaging[Model, Model | None]):
     def network(self, ctx: Context) -> nn.Module:
         """Backbone, projector and classifier in a row: images B×C×H×W to scores B×n."""
         width = projected_width(self.projection_head, ctx)
-        classifier = nn.Linear(width, ctx.setup.classes)
-        return extended(projecting(self.projection_head, ctx), classifier=classifier)
+        net = projecting(self.projection_head, ctx)  # first: the same start as other methods
+        return extended(net, classifier=nn.Linear(width, ctx.setup.classes))
 
     def init_server(self, ctx: ServerContext) -> Model:
         """A freshly initialised network."""
