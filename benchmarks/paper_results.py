@@ -15,7 +15,7 @@ The rules:
   Where a paper does not say how many clients or rounds there were, the cell is empty.
 - Bounds: "Single-client" is FedBYOL with ``single``, centralised BYOL and MoCo are ``pooled``;
   "Random-init" is ``random``.
-- Protocols: ``linear``; ``supervised`` (the accuracy of a trained classifier); ``semi_central``
+- Protocols: ``linear``; ``classifier`` (the accuracy of a trained one); ``semi_central``
   (labels pooled, FCL Table 2, FedU Table 2); ``semi_federated`` (labels stay on clients: FCL Table
   3 and FedCA's semi-supervised table, see the specification, 4.3); ``transfer`` to ``target``.
 - FedU's FedSimCLR, FedCA and few-label FedAvg rows are FedCA's published numbers: they keep FedCA's
@@ -152,7 +152,7 @@ def protocol(row: dict[str, str]) -> tuple[str, str]:
         central = row["table"] == "T2" and row["paper"] in ("FCL", "FedU") and not quoted(row)
         return ("semi_central" if central or "Fig5" in row["table"] else "semi_federated"), share
     if metric.startswith("test") or row["method"] == "FedAvg-supervised":
-        return "supervised", "1"
+        return "classifier", "1"
     return metric.split("_")[0], "1"
 
 

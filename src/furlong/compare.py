@@ -23,11 +23,11 @@ from furlong.assemble import absolute
 from furlong.config import Config
 from furlong.errors import FurlongError, nearest
 from furlong.runfolder import RunFolder
+from furlong.tables import GRID
 from furlong.words import duration
 
 BOUNDS = ("single", "pooled")
 ERROR = "error.txt"
-COMMAND = "compare.json"
 FREE = {  # what may differ between a cell and the command that goes on with it
     "run": ("workers", "device", "out", "save_every", "state_memory_mb"),
     "data": ("root", "public_root", "cache"),
@@ -44,6 +44,12 @@ class Cell:
     seed: int
     folder: Path
     settings: Config
+
+    @property
+    def row(self) -> str:
+        """The method and bound that it trains: its row in a table."""
+        bound = self.settings.run.bound
+        return str(self.settings.method["name"]) + ("" if bound == "none" else f"@{bound}")
 
     def __str__(self) -> str:
         return f"{self.name} · {self.method} · seed {self.seed}"
@@ -237,10 +243,12 @@ def _left(cells: Sequence[Cell], took: Mapping[str, Sequence[float]]) -> str:
     return f", {len(todo)} to do, about {duration(expected)}"
 
 
-def keep_command(out: Path, command: str) -> None:
-    """Write down by which command the grid can be made again."""
+def keep(out: Path, command: str, cells: Sequence[Cell]) -> None:
+    """Write down by which command the grid can be made again, and its cells in their order."""
+    names = [cell.folder.relative_to(out).as_posix() for cell in cells]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / COMMAND).write_text(json.dumps({"command": command}) + "\n", encoding="utf-8")
+        text = json.dumps({"command": command, "cells": names}, indent=1) + "\n"
+        (out / GRID).write_text(text, encoding="utf-8")
     except OSError as error:
         raise FurlongError(f"cannot write to {out}: {error.strerror}") from None

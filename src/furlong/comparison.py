@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from furlong import figures, tables
 from furlong.checkpoint import write_atomically
-from furlong.compare import COMMAND
 from furlong.errors import FurlongError
 from furlong.report import (
     KINDS,
@@ -26,7 +25,7 @@ from furlong.report import (
 )
 from furlong.runfolder import RunFolder
 from furlong.tables import Group, Key, Row
-from furlong.words import size
+from furlong.words import duration, size
 
 Line = dict[str, Any]
 
@@ -73,7 +72,7 @@ def fragment(groups: Sequence[Group]) -> str:
 
 def _command(folders: Sequence[Path]) -> str | None:
     """How the grid was made, if ``furlong compare`` made it."""
-    path = folders[0] / COMMAND
+    path = folders[0] / tables.GRID
     if len(folders) != 1 or not path.exists():
         return None
     try:
@@ -86,7 +85,28 @@ def _headline(groups: Sequence[Group]) -> dict[str, Any]:
     names = list(dict.fromkeys(row.runs[0].name for g in groups for row in g.own))
     data = list(dict.fromkeys(str(g.setting["data.name"]) for g in groups))
     runs = sum(len(row.runs) for g in groups for row in g.own)
-    return {"methods": names, "data": data, "runs": runs}
+    return {"methods": names, "data": data, "runs": runs, "tiles": _tiles(groups[0])}
+
+
+def _tiles(group: Group) -> list[tuple[str, str, str]]:
+    """The first setting in a few large numbers: what, how much, and a remark."""
+    found = []
+    for column in group.columns[:2]:
+        best = group.best(column)
+        if best is not None:
+            row = next(row for row in group.own if row.label == best)
+            random = next((r.cells.get(column) for r in group.rows if r.reference), None)
+            remark = "" if random is None else f", random encoder {percent(random.mean)}"
+            value = percent(row.cells[column].mean)
+            found.append((f"highest {tables.column_title(column)}", value, f"{best}{remark}"))
+    sent = [(sum(row.sent), row.label) for row in group.own if row.sent is not None]
+    if len(sent) > 1:
+        low, high = min(sent), max(sent)
+        found.append(("least sent per client", size(low[0]), f"{low[1]}; most: {size(high[0])}"))
+    seconds = sum(run.summary["seconds"] for row in group.own for run in row.runs)
+    seeds = len({seed for row in group.own for seed in row.seeds})
+    found.append(("trained for", duration(seconds), f"{seeds} seed{'' if seeds == 1 else 's'}"))
+    return found
 
 
 def _methods(groups: Sequence[Group]) -> dict[str, dict[str, str]]:
@@ -179,11 +199,19 @@ def _price(group: Group, main: Key) -> Iterator[Drawing]:
     levels = {
         row.label: row.cells[main].mean
         for row in group.rows
-        if main in row.cells and (row.reference or "@" in row.label)
+        if main in row.cells and (row is group.rows[0] or "@" in row.label)
     }
+    words = ("sent per client, both ways", "test accuracy")
+    drawn = figures.versus(points, *words, levels=levels, slots=_slots(group))
     cheapest, dearest = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])
     yield Drawing(
-        figures.versus(points, "sent per client, both ways", "test accuracy", levels=levels),
+        figures.versus(
+            points,
+            "sent per client, both ways",
+            "test accuracy",
+            levels=levels,
+            slots=_slots(group),
+        ),
         f"Accuracy by the {tables.column_title(main)} against what a client receives and sends in "
         f"the whole run: from {size(cheapest[1])} ({cheapest[0]}) to {size(dearest[1])} "
         f"({dearest[0]}). Dashed: encoders that send nothing.",
@@ -192,54 +220,74 @@ def _price(group: Group, main: Key) -> Iterator[Drawing]:
 
 
 def _courses(group: Group, logs: dict[str, list[list[Line]]]) -> Iterator[Drawing]:
+    slots = _slots(group)
     band = " Bands: one standard deviation over the seeds." if _several(group) else ""
     if score := _series(logs, "knn"):
         random = next((row.cells for row in group.rows if row.reference), {})
         level = {"random": random["knn", 1.0].mean} if ("knn", 1.0) in random else {}
         yield Drawing(
-            figures.compared(score, "test accuracy", levels=level, unit="%"),
+            figures.compared(score, "test accuracy", levels=level, unit="%", slots=slots),
             f"kNN accuracy during training, on a sample of the images.{band}",
             "knn",
         )
-    if loss := _series(logs, "loss"):
+    if loss := _series(logs, "loss", apart=True):
+        scaled = {label: _unit(runs) for label, runs in loss.items()}
         yield Drawing(
-            figures.compared({k: _unit(v) for k, v in loss.items()}, "training loss, 0 to 1"),
+            figures.compared(scaled, "training loss, 0 to 1", slots=slots | _kinds(loss, slots)),
             "Training loss, each method's between its lowest (0) and its highest value (1): losses "
             f"of different methods have different scales, so only their courses compare.{band}",
             "loss",
         )
     if moved := _series(logs, "divergence"):
         yield Drawing(
-            figures.compared(moved, "divergence"),
+            figures.compared(moved, "divergence", slots=slots),
             "How far local training moved a client's encoder away from the federation's, mean over "
             f"the clients.{band}",
             "divergence",
         )
     if angle := _series(logs, "angles"):
         yield Drawing(
-            figures.compared(angle, "median angle in degrees"),
+            figures.compared(angle, "median angle in degrees", slots=slots),
             "The median angle between two clients' features of the same image, before averaging; "
             f"0° means that the clients' encoders agree.{band}",
             "angles",
         )
 
 
+def _slots(group: Group) -> dict[str, int]:
+    """A row has one colour in all figures."""
+    return {row.label: number for number, row in enumerate(group.own)}
+
+
+def _kinds(series: Iterable[str], slots: Mapping[str, int]) -> dict[str, int]:
+    """The lines of one row's kinds of exchanges have the row's colour."""
+    return {name: slots[name.rpartition(", ")[0]] for name in series if name not in slots}
+
+
 def _several(group: Group) -> bool:
     return any(len(row.runs) > 1 for row in group.own)
 
 
-def _series(logs: dict[str, list[list[Line]]], name: str) -> dict[str, list[figures.Points]]:
-    """Label -> per run its points by round; the last exchange of a round counts."""
+def _series(
+    logs: dict[str, list[list[Line]]], name: str, apart: bool = False
+) -> dict[str, list[figures.Points]]:
+    """Label -> per run its points by round; the last exchange of a round counts.
+
+    ``apart``: kinds of exchanges that have the metric are lines of their own.
+    """
     found: dict[str, list[figures.Points]] = {}
     for label, runs in logs.items():
         for lines in runs:
-            points: dict[float, float] = {}
+            kinds: dict[str, dict[float, float]] = {}
             for line in lines:
                 value = line.get(name)
                 if value is not None:
+                    points = kinds.setdefault(line.get("kind", "train") if apart else "", {})
                     points[line["round"] + 1] = value[2] if name == "angles" else value
-            if len(points) > 1:
-                found.setdefault(label, []).append(list(points.items()))
+            for kind, points in kinds.items():
+                title = f"{label}, {kind}" if len(kinds) > 1 else label
+                if len(points) > 1:
+                    found.setdefault(title, []).append(list(points.items()))
     return found
 
 

@@ -95,18 +95,21 @@ def compared(
     *,
     xlabel: str = "round",
     levels: Mapping[str, float] | None = None,
+    slots: Mapping[str, int] | None = None,
     unit: str = "",
     title: str = "",
 ) -> Figure:
     """A line per name, the mean of its runs, with a band of one standard deviation.
 
-    Names stand at the lines' ends. ``levels``: dashed lines across. ``unit``: as for ``curves``.
+    Names stand at the lines' ends. ``levels``: dashed lines across. ``slots``: which colour a name
+    has, to be the same in several figures. ``unit``: as for ``curves``.
     """
     figure, axes = _axes(3.1, title)
     ends: list[tuple[float, str, str]] = []
     for number, (name, runs) in enumerate(series.items()):
         x, mean, std = _over_runs(runs)
-        color, dash = _SERIES[number % 6], _DASHES[number // 6 % 4]
+        slot = (slots or {}).get(name, number)
+        color, dash = _SERIES[slot % 6], _DASHES[slot // 6 % 4]
         mark = {"marker": "o", "markersize": 3} if len(x) <= 12 else {}
         axes.plot(x, mean, color=color, linestyle=dash, linewidth=1.8, **mark)
         if len(runs) > 1:
@@ -130,12 +133,17 @@ def versus(
     ylabel: str,
     *,
     levels: Mapping[str, float] | None = None,
+    slots: Mapping[str, int] | None = None,
     title: str = "",
 ) -> Figure:
-    """Accuracy (a fraction, with its deviation) against bytes on a log scale; named points."""
+    """Accuracy (a fraction, with its deviation) against bytes on a log scale; named points.
+
+    ``levels``, ``slots``: as for ``compared``.
+    """
     figure, axes = _axes(3.1, title)
-    for number, (_, x, y, std) in enumerate(points):
-        color, mark = _SERIES[number % 6], _MARKS[number % len(_MARKS)]
+    places = [(slots or {}).get(name, number) for number, (name, *_) in enumerate(points)]
+    for place, (_, x, y, std) in zip(places, points, strict=True):
+        color, mark = _SERIES[place % 6], _MARKS[place % len(_MARKS)]
         axes.errorbar(x, y, yerr=std, color=color, marker=mark, markersize=6.5, capsize=2.5,
                       linewidth=1, linestyle="none")  # fmt: skip
     for name, level in (levels or {}).items():
@@ -158,10 +166,10 @@ def versus(
     for number in sorted(range(len(points)), key=lambda i: points[i][2]):
         name, x, y, _ = points[number]
         near = [p for at, p in placed if abs(np.log10(x / at)) < reach]
-        place = max([y, *(p + 0.055 * (top - bottom) for p in near)])
-        placed.append((x, place))
-        axes.annotate(_short(name, 30), (x, place), (8, 0), textcoords="offset points",
-                      va="center", fontsize=8.5, color=_SERIES[number % 6],
+        height = max([y, *(p + 0.055 * (top - bottom) for p in near)])
+        placed.append((x, height))
+        axes.annotate(_short(name, 30), (x, height), (8, 0), textcoords="offset points",
+                      va="center", fontsize=8.5, color=_SERIES[places[number] % 6],
                       parse_math=False)  # fmt: skip
     return figure
 
@@ -192,24 +200,20 @@ def plane(
 ) -> Figure:
     """Points N×2 in the unit square, coloured by class and marked by client.
 
-    Names of up to ten classes stand at the median of their points; without labels clients give the
-    colours.
+    Without labels clients give the colours. Colours and marks repeat beyond ten classes and
+    thirteen clients, and then have no legend.
     """
-    figure, axes = _axes(4.3, title)
+    figure, axes = _axes(4.6, title)
     where = np.asarray(points, dtype=np.float64).reshape(-1, 2)
     client = np.asarray(clients, dtype=np.int64)
     group = client if labels is None else np.asarray(labels, dtype=np.int64)
     marks = {k: _MARKS[i % len(_MARKS)] for i, k in enumerate(np.unique(client).tolist())}
     for label in np.unique(group).tolist():
-        color = _CLASSES[label % len(_CLASSES)]
         for k, mark in marks.items():
             chosen = where[(group == label) & (client == k)]
+            color = _CLASSES[label % len(_CLASSES)]
             if len(chosen):
-                axes.scatter(*chosen.T, s=9, marker=mark, color=color, alpha=0.75, linewidths=0)
-        if labels is not None and len(classes) <= len(_CLASSES):
-            middle = np.median(where[group == label], axis=0)
-            axes.text(*middle, _short(classes[label]), ha="center", va="center", fontsize=9,
-                      fontweight="bold", parse_math=False)  # fmt: skip
+                axes.scatter(*chosen.T, s=14, marker=mark, color=color, alpha=0.8, linewidths=0)
     axes.set_xlim(-0.03, 1.03)
     axes.set_ylim(-0.03, 1.03)
     axes.set_aspect("equal")
@@ -217,14 +221,24 @@ def plane(
     axes.set_xticks([])
     axes.set_yticks([])
     if 1 < len(marks) <= len(_MARKS):
-        handles = [
-            Line2D([], [], color=GREY, marker=mark, linestyle="none", markersize=5,
-                   label=f"client {k}")
-            for k, mark in marks.items()
-        ]  # fmt: skip
-        figure.legend(handles=handles, loc="outside upper left", ncols=5, frameon=False,
-                      fontsize=8.5, handletextpad=0.1, columnspacing=1.2)  # fmt: skip
+        names = {f"client {k}": (mark, GREY) for k, mark in marks.items()}
+        _key(figure, names, "outside upper left")
+    if labels is not None and len(classes) <= len(_CLASSES):
+        names = {_short(name): ("o", _CLASSES[k]) for k, name in enumerate(classes)}
+        _key(figure, names, "outside lower left")
     return figure
+
+
+def _key(figure: Figure, names: Mapping[str, tuple[str, str]], place: str) -> None:
+    """What marks and colours stand for."""
+    handles = [
+        Line2D([], [], color=color, marker=mark, linestyle="none", markersize=5, label=name)
+        for name, (mark, color) in names.items()
+    ]
+    legend: Any = figure.legend(handles=handles, loc=place, ncols=5, frameon=False, fontsize=8.5,
+                                handletextpad=0.1, columnspacing=1.2)  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def heat_map(
@@ -310,7 +324,9 @@ def bars(
                       va="center", fontweight=weight)  # fmt: skip
     axes.set_yticks(range(len(rows)), [_short(row[0], 40) for row in rows], parse_math=False)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(ends, default=1.0) or 1.0)
+    longest = max((len(_short(row[0], 40)) for row in rows), default=0)
+    room = 1.25 + 0.012 * longest + (0.08 if any(row[2] for row in rows) else 0)
+    axes.set_xlim(0, room * max(ends, default=1.0) or 1.0)
     axes.xaxis.set_visible(False)
     axes.tick_params(length=0)
     axes.spines[["bottom"]].set_visible(False)

@@ -83,10 +83,11 @@ def beside(settings: Mapping[str, Any], protocol: str, labels: float = 1.0) -> l
 
 def _protocol(name: str) -> tuple[str, str]:
     """Our protocol and the set that it is transferred to: ``transfer:cifar10``, ``semi-10``."""
-    name, _, target = name.partition(":")
-    word = name.rstrip("0123456789").rstrip("-_")
-    same = {"semi": "semi_central", "federated": "semi_federated"}
-    return same.get(word, word), target
+    name, *more = name.split(":")
+    target = ":".join(part for part in more if "=" not in part)  # semi-10:epochs=5
+    kind, dash, _ = name.partition("-")
+    same = {"semi": "semi_central", "federated": "semi_federated", "linear": "linear"}
+    return (same.get(kind, name) if dash else name), target
 
 
 def _same_split(row: Printed, data: Mapping[str, Any]) -> bool:

@@ -92,6 +92,7 @@ def environment() -> Environment:
     )
     made.filters |= {"size": size, "percent": percent, "duration": duration}
     made.filters |= {"column_title": tables.column_title, "words": _words}
+    made.globals["verdict"] = tables.verdict
     return made
 
 

@@ -23,6 +23,7 @@ from furlong.runfolder import RunFolder
 from furlong.significance import FEWEST, LEVEL, Difference, holm, paired
 from furlong.words import duration, size
 
+GRID = "compare.json"  # in a grid's folder: its command and its cells
 EVALUATIONS = "evaluations.json"  # further rows like those of summary.json, by ``furlong evaluate``
 SETTING = {
     "data": ("name", "images", "test_images", "image_size", "partition", "clients", "group_by"),
@@ -35,7 +36,15 @@ OTHER = {  # may differ inside a table; then the row or a note says so
     "model": ("early_norm",),
     "train": ("batch_size",),
 }
-PROTOCOLS = {"knn": "kNN", "linear": "linear probe"}
+PROTOCOLS = {
+    "knn": "kNN",
+    "linear": "linear probe",
+    "linear-crops": "linear probe on crops",
+    "classifier": "own classifier",
+    "semi": "tuned in one place",
+    "federated": "tuned by the clients",
+    "transfer": "transfer to",
+}
 Key = tuple[str, float]  # protocol and share of the labels
 
 
@@ -155,7 +164,12 @@ class Group:
 
     def notes_below(self) -> list[str]:
         """What to know for reading the table."""
-        return [*explain(self), *paper_notes(self)]
+        return [*_explain(self), *paper_notes(self)]
+
+    def tests(self) -> list[tuple[Row, Key, Difference]]:
+        """Every comparison with the baseline, if there are seeds enough for any test."""
+        found = [(row, c, d) for row in self.own for c, d in row.differences.items()]
+        return found if any(d.n >= FEWEST for *_, d in found) else []
 
     @property
     def comparisons(self) -> int:
@@ -196,9 +210,21 @@ def folders(path: Path) -> Iterator[Path]:
     if (path / "config.toml").exists():
         yield path
         return
-    for config in sorted(path.rglob("config.toml")):
-        if (config.parent / "partition.json").exists():
-            yield config.parent
+    below = [p.parent for p in sorted(path.rglob("config.toml"))]
+    order = {name: i for i, name in enumerate(_order(path))}
+    below.sort(key=lambda folder: order.get(folder.relative_to(path).as_posix(), len(order)))
+    yield from (folder for folder in below if (folder / "partition.json").exists())
+
+
+def _order(path: Path) -> list[str]:
+    """The cells of a grid as they were asked for."""
+    try:
+        kept = json.loads((path / GRID).read_text(encoding="utf-8"))
+        return [str(name) for name in kept["cells"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FurlongError(f"cannot read {path / GRID}: {error}") from None
 
 
 def read(path: Path) -> Finished | None:
@@ -245,7 +271,8 @@ def tables(
     for run in runs:
         apart.setdefault(json.dumps(_setting(run), sort_keys=True), []).append(run)
     groups = [_group(same, baseline) for same in apart.values()]
-    labels = {row.label for group in groups for row in group.own}
+    rows = [row for group in groups for row in group.own]
+    labels = {name for row in rows for name in (row.label, row.runs[0].name)}
     if baseline is not None and baseline not in labels:
         raise FurlongError(f"no run of the baseline {baseline!r}. {nearest(baseline, labels)}")
     if unfinished:
@@ -284,14 +311,16 @@ def _group(runs: list[Finished], baseline: str | None) -> Group:
             if who in ("random", run.summary["who"])
         )
     )
-    columns.sort(key=lambda c: list(PROTOCOLS).index(c[0]) if c[0] in PROTOCOLS else len(PROTOCOLS))
+    order = list(PROTOCOLS)
+    columns.sort(key=lambda c: order.index(c[0]) if c[0] in PROTOCOLS else len(order))
     for row in rows.values():
         row.cells = _spreads(row.runs, columns, None)
         row.printed = _beside(row.runs[0].settings, columns)
     ordered = [*_random(runs, columns), *rows.values()]
-    chosen = baseline if baseline in rows else next(iter(rows))
+    named = [label for label, row in rows.items() if baseline in (label, row.runs[0].name)]
+    chosen = (named or list(rows))[0]
     group = Group(_title(setting, runs), setting, columns, ordered, chosen, notes)
-    if baseline is not None and baseline not in rows:
+    if baseline is not None and not named:
         notes.append(f"{baseline} was not run in this setting; compared with {chosen} instead.")
     notes += _unequal(group.own)
     _test(group, rows[chosen])
@@ -341,7 +370,7 @@ def _random(runs: Sequence[Finished], columns: Sequence[Key]) -> Iterator[Row]:
         apart.setdefault(run.architecture, []).append(run)
     for architecture, same in apart.items():
         cells = _spreads(same, columns, "random")
-        label = "random encoder" + (f" ({architecture})" if len(apart) > 1 else "")
+        label = f"random ({architecture})" if len(apart) > 1 else "random encoder"
         if cells:
             untrained = {**same[0].settings, "method": {"name": "random"}}
             printed = _beside(untrained, columns)
@@ -415,7 +444,10 @@ def _test(group: Group, baseline: Row) -> None:
 def column_title(column: Key) -> str:
     """A protocol as a heading."""
     name, share = column
-    title = PROTOCOLS.get(name, name.replace("_", " "))
+    word, *more = name.split(":")
+    kind, dash, _ = word.partition("-")
+    title = PROTOCOLS.get(kind if dash and share < 1 else word, word)
+    title += "".join(f" {part}" if "=" not in part else f", {part}" for part in more)
     return title if share == 1 else f"{title}, {100 * share:g} % of the labels"
 
 
@@ -424,7 +456,7 @@ def points(accuracy: float, std: float | None = None) -> str:
     return f"{100 * accuracy:.1f}" + ("" if std is None else f" ± {100 * std:.1f}")
 
 
-def explain(group: Group) -> list[str]:
+def _explain(group: Group) -> list[str]:
     """What ± and the tests mean in this table, and what they say."""
     counts = sorted({len(row.seeds) for row in group.own})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -439,33 +471,42 @@ def explain(group: Group) -> list[str]:
 
 
 def _significance(group: Group) -> Iterator[str]:
-    pairs = max((d.n for row in group.own for d in row.differences.values()), default=0)
-    if pairs < FEWEST:
+    tests = group.tests()
+    if not tests:
         yield (
             f"With fewer than {FEWEST} seeds in common with {group.baseline} nothing can be said "
             "about significance."
         )
         return
+    sure = [
+        f"{row.label} ({column_title(column)}, {100 * difference.mean:+.1f} points)"
+        for row, column, difference in tests
+        if row.corrected.get(column, 1.0) < LEVEL
+    ]
     yield (
         f"Compared with {group.baseline} by a paired t-test over seeds, two-sided, p corrected by "
-        f"Holm for the {group.comparisons} comparisons of this table; a difference counts below "
-        f"{LEVEL:g}."
+        f"Holm for the {group.comparisons} comparisons of this table. More than chance (corrected "
+        f"p below {LEVEL:g}): {', '.join(sure) or 'none'}."
     )
-    for row in group.own:
-        for column, difference in row.differences.items():
-            yield f"{row.label}, {column_title(column)}: {verdict(row, column, difference)}"
 
 
 def verdict(row: Row, column: Key, difference: Difference) -> str:
     """One comparison in words."""
-    gap = f"{100 * difference.mean:+.1f} points, n = {difference.n}"
     if difference.n < FEWEST:
-        return f"{gap}, too few seeds to say more."
+        return "too few seeds"
     if difference.p is None:
-        return f"{gap}, every seed has the same difference, so there is no test."
-    corrected = row.corrected[column]
-    means = "more than chance" if corrected < LEVEL else "may be chance"
-    return f"{gap}, p = {difference.p:.2g}, corrected {corrected:.2g}: {means}."
+        return "every seed has the same difference: no test"
+    return "more than chance" if row.corrected[column] < LEVEL else "may be chance"
+
+
+def verdicts(group: Group) -> list[str]:
+    """A line per comparison."""
+    lines = []
+    for row, column, gap in group.tests():
+        p = "" if gap.p is None else f", p = {gap.p:.2g}, corrected {row.corrected[column]:.2g}"
+        words = f"{100 * gap.mean:+.1f} points, n = {gap.n}{p}: {verdict(row, column, gap)}."
+        lines.append(f"{row.label}, {column_title(column)}: {words}")
+    return lines
 
 
 # ---------------------------------------------------------------- formats
@@ -516,7 +557,8 @@ def markdown(groups: Sequence[Group]) -> str:
         for kind, row in rows:
             name = f"*{row[0].strip()}*" if kind == "paper" else row[0]
             lines.append(_line([name, *row[1:]]))
-        lines += ["", *(f"- {text}" for text in group.notes_below()), ""]
+        notes = [*group.notes_below(), *verdicts(group)]
+        lines += ["", *(f"- {text}" for text in notes), ""]
     return "\n".join(lines)
 
 

@@ -83,10 +83,10 @@ def compare(
     options: dict[str, Any] = given | dotted
     names = [name.strip() for name in (methods or "").split(",") if name.strip()]
     cells = grids.grid(config_files, names, seeds, out, options)
-    labels = {cell.method for cell in cells}
+    labels = {cell.row for cell in cells}
     if baseline is not None and baseline not in labels:
         raise FurlongError(f"--baseline {baseline} is not one of {', '.join(sorted(labels))}.")
-    grids.keep_command(out, _command(config_files, out, names, seeds, baseline, options))
+    grids.keep(out, _command(config_files, out, names, seeds, baseline, options), cells)
     heard: set[str] = set()
 
     def tell(text: str) -> None:
@@ -179,11 +179,12 @@ def _print_tables(folders: list[Path], baseline: str | None) -> None:
         for column in shown.columns[1:]:
             column.justify = "right"
         shown.columns[0].overflow = "fold"
+        shown.columns[0].min_width = min(26, max(len(row[0]) for _, row in rows))
         for kind, row in rows:
             style = {"paper": "dim italic", "random": "dim"}.get(kind)
             shown.add_row(*row, style=style)
         console.print(shown, markup=False)
-        for text in group.notes_below():
+        for text in [*group.notes_below(), *tables.verdicts(group)]:
             console.print(text, markup=False)
         console.print()
 
