@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,18 +63,28 @@ class Prepared:
 
     def encoders(self, state: Any) -> dict[str, nn.Module]:
         """Whose encoder -> encoder, ready for evaluation."""
+        return self._made(lambda method, own, ctx: method.encoder(own, ctx), state)
+
+    def classifiers(self, state: Any) -> dict[str, nn.Module]:
+        """Whose classifier -> classifier, of a method that learns from labels."""
+        if not self.method.needs_labels:
+            return {}
+        return self._made(lambda method, own, ctx: method.classifier(own, ctx), state)
+
+    def _made(self, make: Callable[..., nn.Module | None], state: Any) -> dict[str, nn.Module]:
         ctx = self.server.context(Exchange(round=self.setup.rounds))
         with threads(), seeded(self.setup.device, self.setup.seed, "encoder"):
             if isinstance(self.method, Alone):
-                every = self.method.encoders(state, ctx)
-                found = {f"client {k} alone": encoder for k, encoder in every.items()}
+                every = self.method.each(make, state, ctx)
+                made = {f"client {k} alone": module for k, module in every.items()}
             else:
-                found = {who(self.config): self.method.encoder(state, ctx)}
-            for encoder in found.values() if self.method.bn_stats == "recalibrate" else ():
+                made = {who(self.config): make(self.method, state, ctx)}
+            found = {name: module for name, module in made.items() if module is not None}
+            for module in found.values() if self.method.bn_stats == "recalibrate" else ():
                 rows = shuffled(len(self.train), self.setup.seed, "recalibrate")
                 pixels = self.train.pixels[rows[: self.config.evaluate.monitor_images]]
                 batches = map(self.setup.augment.plain, torch.split(pixels, 500))
-                recalibrate(encoder, batches)
+                recalibrate(module, batches)
         return found
 
 

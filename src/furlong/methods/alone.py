@@ -7,7 +7,7 @@ it (with MFCL if its representations take as many exchanges there).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ from furlong.context import ClientContext, Context, Exchange, ServerContext, Set
 from furlong.method import Local, Method, Report
 from furlong.payload import payload
 from furlong.weights import BatchNormPolicy
+
+X = TypeVar("X", bound=Context)
+Y = TypeVar("Y")
 
 
 @payload
@@ -99,18 +102,15 @@ class Alone(Method[Each, Any, Any, Any]):
         return Each(states)
 
     def encoder(self, server: Each, ctx: ServerContext) -> nn.Module:
-        """The first client's; :meth:`encoders` has all."""
-        return next(iter(self.encoders(server, ctx).values()))
+        """The first client's; :meth:`each` gives all."""
+        first, state = next(iter(server.states.items()))
+        return self.inner.encoder(state, alone(replace(ctx), first))
 
-    def encoders(self, server: Each, ctx: ServerContext) -> dict[int, nn.Module]:
-        """Client -> its own encoder."""
+    def each(self, make: Callable[..., Y], server: Each, ctx: ServerContext) -> dict[int, Y]:
+        """Client -> ``make(method, state, ctx)`` of its own run."""
         return {
-            k: self.inner.encoder(state, alone(replace(ctx), k))
-            for k, state in server.states.items()
+            k: make(self.inner, state, alone(replace(ctx), k)) for k, state in server.states.items()
         }
-
-
-X = TypeVar("X", bound=Context)
 
 
 def alone(ctx: X, client: int) -> X:
