@@ -205,13 +205,7 @@ def _price(group: Group, main: Key) -> Iterator[Drawing]:
     drawn = figures.versus(points, *words, levels=levels, slots=_slots(group))
     cheapest, dearest = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])
     yield Drawing(
-        figures.versus(
-            points,
-            "sent per client, both ways",
-            "test accuracy",
-            levels=levels,
-            slots=_slots(group),
-        ),
+        drawn,
         f"Accuracy by the {tables.column_title(main)} against what a client receives and sends in "
         f"the whole run: from {size(cheapest[1])} ({cheapest[0]}) to {size(dearest[1])} "
         f"({dearest[0]}). Dashed: encoders that send nothing.",
