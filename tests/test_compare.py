@@ -166,6 +166,12 @@ def test_unexpected_errors_keep_their_traceback(tmp_path: Path, monkeypatch: Any
     assert "Traceback" in (outcome.cell.folder / compare.ERROR).read_text()
 
 
+def test_a_comparison_is_no_run(furlong_: Any) -> None:  # noqa: F811
+    result = furlong_("run", ROOT / "configs/comparisons/cifar10-small.toml")
+    assert result.code == 2
+    assert "[methods.…] is for 'furlong compare'" in result.err
+
+
 def test_wrong_commands(furlong_: Any, tmp_path: Path) -> None:  # noqa: F811
     for words, said in (
         (["--methods", "nosuch", "--out", tmp_path / "g"], "unknown method 'nosuch'"),

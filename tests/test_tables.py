@@ -238,7 +238,7 @@ def test_wrong_input(furlong_: Any, grid: Path, tmp_path: Path) -> None:  # noqa
     make(tmp_path / "half", finished=False)
     for words, said in (
         ([tmp_path / "empty"], "no finished run in"),
-        ([tmp_path / "none"], "is not a folder"),
+        ([tmp_path / "none"], "is not a run folder"),
         ([tmp_path / "half"], "1 unfinished"),
         ([], "give run folders"),
         ([grid, "--baseline", "fedx"], "no run of the baseline"),

@@ -153,6 +153,8 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
     merged: dict[str, dict[str, Any]] = {}
     sections = {f.name for f in fields(Config)}
     for section, table in tree.items():
+        if section == "methods":
+            raise FurlongError(f"{where}: [methods.…] is for 'furlong compare'.")
         if section not in sections:
             raise FurlongError(
                 f"{where}: unknown section [{section}]. {nearest(section, sections)}"

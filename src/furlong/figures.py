@@ -105,7 +105,7 @@ def compared(
     has, to be the same in several figures. ``unit``: as for ``curves``.
     """
     figure, axes = _axes(3.1, title)
-    ends: list[tuple[float, str, str]] = []
+    ends: list[tuple[float, str, str, Any]] = []
     for number, (name, runs) in enumerate(series.items()):
         x, mean, std = _over_runs(runs)
         slot = (slots or {}).get(name, number)
@@ -114,10 +114,10 @@ def compared(
         axes.plot(x, mean, color=color, linestyle=dash, linewidth=1.8, **mark)
         if len(runs) > 1:
             axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.16, linewidth=0)
-        ends.append((float(mean[-1]), name, color))
+        ends.append((float(mean[-1]), name, color, dash))
     for name, level in (levels or {}).items():
         axes.axhline(level, color=GREY, linewidth=1.2, linestyle=(0, (5, 3)))
-        ends.append((level, name, GREY))
+        ends.append((level, name, GREY, (0, (5, 3))))
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
@@ -148,11 +148,12 @@ def versus(
                       linewidth=1, linestyle="none")  # fmt: skip
     for name, level in (levels or {}).items():
         axes.axhline(level, color=GREY, linewidth=1.2, linestyle=(0, (5, 3)))
-        axes.annotate(_short(name, 30), (0, level), (2, 2), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", fontsize=8, parse_math=False)  # fmt: skip
+        axes.annotate(_short(name, 30), (1, level), (-2, 2), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", ha="right", fontsize=8,
+                      parse_math=False)  # fmt: skip
     axes.set_xscale("log")
     low, high = min(p[1] for p in points), max(p[1] for p in points)
-    axes.set_xlim(low / 1.5, high * 1.5 * (high / low) ** 0.3)
+    axes.set_xlim(low / 1.3, high * 1.6 * (high / low) ** 0.35)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.xaxis.set_major_locator(FixedLocator(_ticks(low / 1.5, high * 2)))
@@ -161,17 +162,25 @@ def versus(
     _unit(axes.yaxis, "%")
     axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
     bottom, top = axes.get_ylim()
-    placed: list[tuple[float, float]] = []
-    reach = 0.2 * (np.log10(high / low) + 0.5)
-    for number in sorted(range(len(points)), key=lambda i: points[i][2]):
-        name, x, y, _ = points[number]
-        near = [p for at, p in placed if abs(np.log10(x / at)) < reach]
-        height = max([y, *(p + 0.055 * (top - bottom) for p in near)])
-        placed.append((x, height))
-        axes.annotate(_short(name, 30), (x, height), (8, 0), textcoords="offset points",
-                      va="center", fontsize=8.5, color=_SERIES[places[number] % 6],
-                      parse_math=False)  # fmt: skip
+    for group in _near([point[1] for point in points], 0.12 * (np.log10(high / low) + 0.5)):
+        heights = _apart([points[i][2] for i in group], 0.06 * (top - bottom), bottom, top)
+        column = max(points[i][1] for i in group) * (high / low * 3) ** 0.06
+        for i, height in zip(group, heights, strict=True):
+            name, x, y, _ = points[i]
+            _tied(axes, name, (x, y), (column, height), _SERIES[places[i] % 6], "solid")
+    axes.set_ylim(bottom, top)
     return figure
+
+
+def _near(values: Sequence[float], reach: float) -> list[list[int]]:
+    """Numbers of values that lie within ``reach`` (of their decimal logarithms) of the next one."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(values)), key=values.__getitem__):
+        if groups and np.log10(values[i] / values[groups[-1][-1]]) < reach:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def sweep(
@@ -427,21 +436,46 @@ def _over_runs(runs: Sequence[Points]) -> tuple[Any, Any, Any]:
     return x, mean, std
 
 
-def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names at the right border, beside the end of their lines, moved apart where they touch."""
+def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str, Any]]) -> None:
+    """Names at the right border, tied to the ends of their lines, moved apart where they touch."""
     bottom, top = axes.get_ylim()
-    gap, ends = 0.062 * (top - bottom), sorted(ends)
-    places: list[float] = []
-    for y, *_ in ends:
-        places.append(max(y, places[-1] + gap) if places else y)
-    limit = max(top, places[0] + gap * (len(places) - 1))
+    places = _apart([end[0] for end in ends], 0.064 * (top - bottom), bottom, top)
+    for place, (y, name, color, dash) in zip(places, ends, strict=True):
+        _tied(axes, name, (1, y), (1.08, place), color, dash, ("axes fraction", "data"))
+    axes.set_ylim(bottom, top)
+
+
+def _apart(values: Sequence[float], gap: float, bottom: float, top: float) -> list[float]:
+    """``values`` moved as little as needed to have ``gap`` between any two, inside the borders."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    places = [values[i] for i in order]
+    for number in range(1, len(places)):
+        places[number] = max(places[number], places[number - 1] + gap)
+    moved = (sum(places) - sum(values)) / len(places)
+    places = [place - moved for place in places]
+    limit = top
     for number in reversed(range(len(places))):
         places[number] = min(places[number], limit)
         limit = places[number] - gap
-    for place, (_, name, color) in zip(places, ends, strict=True):
-        axes.annotate(_short(name, 34), (1, place), (6, 0), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", va="center", fontsize=8.5, color=color,
-                      parse_math=False, annotation_clip=False)  # fmt: skip
+    limit = bottom
+    for number in range(len(places)):
+        places[number] = max(places[number], limit)
+        limit = places[number] + gap
+    found = dict(zip(order, places, strict=True))
+    return [found[i] for i in range(len(values))]
+
+
+def _tied(
+    axes: Any, name: str, point: tuple[float, float], place: tuple[float, float], color: str,
+    dash: Any, coords: Any = "data",
+) -> None:  # fmt: skip
+    """A name to the right of ``place``, with a line from ``point``."""
+    axes.annotate(
+        _short(name, 34), point, place, xycoords=coords, textcoords=coords, va="center",
+        fontsize=8.5, color=color, parse_math=False, annotation_clip=False,
+        arrowprops={"arrowstyle": "-", "color": color, "linewidth": 1, "linestyle": dash,
+                    "shrinkA": 1, "shrinkB": 1, "relpos": (0, 0.5)},
+    )  # fmt: skip
 
 
 def _unit(axis: Any, unit: str) -> None:

@@ -162,6 +162,13 @@ class Group:
         rows = [row for row in self.own if "@" not in row.label and column in row.cells]
         return max(rows, key=lambda row: row.cells[column].mean).label if len(rows) > 1 else None
 
+    def is_best(self, row: Row, column: Key) -> bool:
+        """Whether a row has the highest mean, alone or with others."""
+        best = next((r for r in self.own if r.label == self.best(column)), None)
+        if best is None or row.reference or "@" in row.label or column not in row.cells:
+            return False
+        return row.cells[column].mean >= best.cells[column].mean
+
     def notes_below(self) -> list[str]:
         """What to know for reading the table."""
         return [*_explain(self), *paper_notes(self)]
@@ -206,7 +213,7 @@ def find(paths: Iterable[Path]) -> tuple[list[Finished], list[Path]]:
 def folders(path: Path) -> Iterator[Path]:
     """``path`` if it is a run, else the runs below it, by name."""
     if not path.is_dir():
-        raise FurlongError(f"{path} is not a folder.")
+        raise FurlongError(f"{path} is not a run folder, nor a folder of runs.")
     if (path / "config.toml").exists():
         yield path
         return
@@ -540,12 +547,11 @@ def cells(group: Group) -> tuple[list[str], list[tuple[str, list[str]]]]:
 
 def paper_notes(group: Group) -> list[str]:
     """What to know when a paper's number is compared with ours."""
-    return [
-        f"{beside.source} for {row.label}: {beside.note}."
-        for row in group.rows
-        for beside in row.printed
-        if beside.note
-    ]
+    said: dict[str, list[str]] = {}
+    for row in group.rows:
+        for beside in row.printed:
+            said.setdefault(beside.note, []).append(f"{beside.source} for {row.label}")
+    return [f"{'; '.join(where)}: {note}." for note, where in said.items() if note]
 
 
 def markdown(groups: Sequence[Group]) -> str:

@@ -176,14 +176,16 @@ def _print_tables(folders: list[Path], baseline: str | None) -> None:
     for group in _groups(folders, baseline):
         heading, rows = tables.cells(group)
         shown = Table(*heading, title=group.title, title_justify="left")
-        for column in shown.columns[1:]:
-            column.justify = "right"
-        shown.columns[0].overflow = "fold"
-        shown.columns[0].min_width = min(26, max(len(row[0]) for _, row in rows))
+        for number, column in enumerate(shown.columns):
+            column.justify = "right" if number else "left"
+            longest = max(len(row[number]) for _, row in rows)
+            column.min_width = longest if number else min(30, longest)
+        least = sum((column.min_width or 0) + 3 for column in shown.columns) + 1
         for kind, row in rows:
             style = {"paper": "dim italic", "random": "dim"}.get(kind)
             shown.add_row(*row, style=style)
-        console.print(shown, markup=False)
+        # what does not fit is for the terminal to break: half a number would be a wrong one
+        console.print(shown, markup=False, width=max(console.width, least), crop=False)
         for text in [*group.notes_below(), *tables.verdicts(group)]:
             console.print(text, markup=False)
         console.print()
