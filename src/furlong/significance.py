@@ -1,7 +1,7 @@
 """Is a difference more than chance? Paired over seeds: a t-test, corrected for several of them.
 
-Two methods with the same seed have the same images, the same split and the same initial encoder, so
-their difference is free of what a seed brings to both.
+Two methods with the same seed have the same images, the same split and, as most build their
+encoder first, the same initial encoder: their difference is free of what a seed brings to both.
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ def _labels(runs: Sequence[Finished]) -> dict[Path, str]:
 
 
 def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _spreads(
@@ -410,8 +410,9 @@ def _unequal(rows: Sequence[Row]) -> Iterator[str]:
                 seen.setdefault(key, {}).setdefault(_word(value), []).append(row.label)
     for key, values in seen.items():
         if len(values) > 1:
-            words = [f"{value} ({', '.join(labels)})" for value, labels in values.items()]
-            yield f"Not the same in all rows: {key} is {'; '.join(words)}."
+            *few, (common, _) = sorted(values.items(), key=lambda item: len(item[1]))
+            words = [f"{value} ({', '.join(labels)})" for value, labels in few]
+            yield f"Not the same in all rows: {key} is {'; '.join(words)}; {common} (the others)."
     versions = sorted({str(run.summary.get("furlong")) for row in rows for run in row.runs})
     if len(versions) > 1:
         yield f"The runs were made by several versions of furlong: {', '.join(versions)}."
