@@ -96,6 +96,15 @@ def test_report_command(furlong_: Any, grid: Path, tmp_path: Path) -> None:  # n
         assert said in result.err
 
 
+def test_runs_without_accuracy(tmp_path: Path) -> None:
+    for method in ("fedu", "fedsimclr"):
+        folder = RunFolder(make(tmp_path / method, method))
+        folder.write("summary.json", {**(folder.read("summary.json") or {}), "results": []})
+    page = page_of(tmp_path)
+    assert "No accuracy was measured in these runs." in page
+    assert "significance" not in page
+
+
 def test_papers_on_the_page_of_one_run(furlong_: Any, tmp_path: Path) -> None:  # noqa: F811
     path = make(tmp_path / "run", "fedu", 0, data="cifar10", encoder="resnet18")
     furlong_("report", path)

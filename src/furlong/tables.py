@@ -466,6 +466,8 @@ def points(accuracy: float, std: float | None = None) -> str:
 
 def _explain(group: Group) -> list[str]:
     """What ± and the tests mean in this table, and what they say."""
+    if not group.columns:
+        return ["No accuracy was measured in these runs.", *group.notes]
     counts = sorted({len(row.seeds) for row in group.own})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     plural = "" if counts == [1] else "s"
