@@ -1,6 +1,8 @@
 """What the server's rules cost: CPU seconds of one core to merge the answers of one round.
 
-python benchmarks/rules.py --clients 10 --encoder resnet18
+Ten clients with a ResNet-18 unless told otherwise:
+
+    python benchmarks/rules.py --clients 10 --encoder resnet18
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from furlong.data.partition import partition
 from furlong.nets import ENCODERS
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "configs").glob("*/*.toml"))
+FILES = [p for p in sorted((ROOT / "configs").glob("*/*.toml")) if p.parent.name != "comparisons"]
 CLASSES = {"cifar10": 10, "cifar100": 100, "mini_imagenet": 100, "fashion_mnist": 10}
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "mini_imagenet": 50_000, "fashion_mnist": 60_000}
 

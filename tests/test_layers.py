@@ -26,9 +26,14 @@ FEDERATION = {
     "config",
     "cli",
     "demo",
+    "tables",
+    "compare",
+    "comparison",
+    "mapping",
 }
 LEAVES = {"aggregation", "losses", "clustering", "weights", "payload", "nets", "metrics"}
 LEAVES |= {"errors", "figures", "words", "peernorm", "sensor", "optim", "instahide", "ondisk"}
+LEAVES |= {"papers", "significance", "tsne"}
 
 
 def name_of(path: Path) -> str:

@@ -113,9 +113,11 @@ class Tags(HTMLParser):
 
 def assert_self_contained(page: str) -> None:
     without_names = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
-    for word in ("http://", "https://", "src=", "@import", "<script", "<link", "<iframe"):
+    for word in ("http://", "https://", "src=", "@import", "<link", "<iframe", "fetch("):
         assert word not in without_names, word
+    assert "default-src 'none'" in page
     assert all(ref.startswith("#") for ref in re.findall(r"url\(['\"]?(.)", page))
+    assert [tag for tag, _ in Tags(page).found].count("script") == 1  # sorting and the theme
     for _, attributes in Tags(page).found:
         assert not any(name.startswith("on") for name in attributes)
         for name in ("href", "xlink:href"):
@@ -143,7 +145,8 @@ def test_finished_run(tmp_path: Path) -> None:
 def test_hostile_names_are_only_text(tmp_path: Path) -> None:
     page = page_of(make(tmp_path / "<img src=x onerror=alert(2)> 'run'"))
     tags = Tags(page).found
-    assert not any(tag in ("script", "img") for tag, _ in tags)
+    assert [tag for tag, _ in tags if tag in ("script", "img")] == ["script"]  # the page's own
+    assert page.count("alert(1)") == page.count("&lt;script&gt;alert(1)")
     assert not any(name.startswith("on") for _, attributes in tags for name in attributes)
     assert "not finite: &lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "&lt;script&gt;alert(" in page  # the class, shortened, in the heat map

@@ -131,7 +131,7 @@ def load_data(settings: Config) -> tuple[ImageSet, ImageSet | None, list[str]]:
     return train, test, notes
 
 
-def _absolute(name: str) -> str:
+def absolute(name: str) -> str:
     """``folder:PATH`` so that a run can be resumed from another working directory."""
     kind, colon, path = name.partition(":")
     return f"{kind}:{Path(path).resolve()}" if colon else name
@@ -185,7 +185,7 @@ def _try_encoder(encoder: nn.Module, name: str, channels: int, size: int) -> Non
 def load_public(settings: Config, train: ImageSet) -> Shard:
     """The images that the server may see: never the clients' own, even where sets are drawn."""
     d = settings.data
-    if _absolute(str(d.public)) == _absolute(d.name) != "shapes":
+    if absolute(str(d.public)) == absolute(d.name) != "shapes":
         raise FurlongError(
             f"--public {d.public} is the clients' own data: the server, and all clients, would see "
             "it. Choose another set."
@@ -297,8 +297,8 @@ def prepare(settings: Config, *, training: bool = True) -> Prepared:
         settings,
         data=replace(
             settings.data,
-            name=_absolute(settings.data.name),
-            public=settings.data.public and _absolute(settings.data.public),
+            name=absolute(settings.data.name),
+            public=settings.data.public and absolute(settings.data.public),
             augment=name,
             clients=len(split.indices),
         ),

@@ -140,15 +140,18 @@ SHORT = {
 
 def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Defaults, then the TOML file, then ``section.key`` overrides; fields and values checked."""
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = tomllib.loads(path.read_text())
-        except OSError as error:
-            raise FurlongError(f"cannot read {path}: {error.strerror}") from None
-        except ValueError as error:  # also TOMLDecodeError, UnicodeDecodeError
-            raise FurlongError(f"{path} is not a TOML file: {error}") from None
+    tree = {} if path is None else read(path)
     return from_tree(tree, overrides or {}, str(path) if path else "options")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise FurlongError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # also TOMLDecodeError, UnicodeDecodeError
+        raise FurlongError(f"{path} is not a TOML file: {error}") from None
 
 
 def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Config:
@@ -156,6 +159,8 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
     merged: dict[str, dict[str, Any]] = {}
     sections = {f.name for f in fields(Config)}
     for section, table in tree.items():
+        if section == "methods":
+            raise FurlongError(f"{where}: [methods.…] is for 'furlong compare'.")
         if section not in sections:
             raise FurlongError(
                 f"{where}: unknown section [{section}]. {nearest(section, sections)}"

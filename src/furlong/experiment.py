@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -405,6 +406,12 @@ def _summary(prepared: Prepared, counters: dict[str, float], state: Any) -> dict
         "failures": int(counters["failures"]),
         "weights_sha256": hashlib.sha256(pack(state)).hexdigest(),
         "furlong": furlong.__version__,
+        "environment": {
+            "Python": platform.python_version(),
+            "torch": torch.__version__,
+            "on": f"{platform.system()} {platform.machine()}",
+            "device": str(prepared.setup.device),
+        },
     }
 
 

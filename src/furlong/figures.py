@@ -1,4 +1,4 @@
-"""Figures from plain data: curves, heat map, sizes, bars; drawn without pyplot's global state.
+"""Figures from plain data: curves, bars, boxes, maps; drawn without pyplot's global state.
 
 Colours are Okabe and Ito's, told apart by colour-blind readers. ``svg`` is for a page (it follows
 the page's light or dark theme), ``save`` for a file (white ground).
@@ -19,7 +19,8 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from furlong.errors import FurlongError
 from furlong.words import size
@@ -27,7 +28,15 @@ from furlong.words import size
 Points = Sequence[tuple[float, float]]
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#808080"
+SKY, AMBER = "#56b4e9", "#e69f00"
 _NAMES = {BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY: "grey"}
+_NAMES |= {SKY: "sky", AMBER: "amber"}
+_SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, AMBER)
+_DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
+_MARKS = "osD^vP*Xdhp<>"
+# Tol's "muted", for more classes than _SERIES has colours; lighter where it would be lost on black
+_CLASSES = ("#4f46b0", "#88ccee", "#44aa99", "#2c8f4e", "#999933",
+            "#ddcc77", "#cc6677", "#a8326a", "#aa4499", "#9a9a9a")  # fmt: skip
 _WIDTH = 4.8  # inches: on a phone the text stays as large as the page's small print
 _SHADE = (0.0, 0.443, 0.698)  # near BLUE, but no variable; text on 80 % of it is readable always
 _SHADES = LinearSegmentedColormap.from_list("shades", [(*_SHADE, 0.0), (*_SHADE, 0.8)])
@@ -72,26 +81,186 @@ def curves(
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
-    if unit == "%":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g} %"))
-    elif unit == "B":
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: size(v)))
+    if unit == "B":
         axes.set_ylim(bottom=0)
+    _unit(axes.yaxis, unit)
     if len(axes.get_legend_handles_labels()[0]) > 1:
         figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8.5)
     return figure
 
 
-def heat_map(
-    class_counts: Sequence[Sequence[int]], classes: Sequence[str], title: str = ""
+def compared(
+    series: Mapping[str, Sequence[Points]],
+    ylabel: str,
+    *,
+    xlabel: str = "round",
+    levels: Mapping[str, float] | None = None,
+    slots: Mapping[str, int] | None = None,
+    unit: str = "",
+    title: str = "",
 ) -> Figure:
-    """Who holds how many images of which class: clients × classes."""
+    """A line per name, the mean of its runs, with a band of one standard deviation.
+
+    Names stand at the lines' ends. ``levels``: dashed lines across. ``slots``: which colour a name
+    has, to be the same in several figures. ``unit``: as for ``curves``.
+    """
+    figure, axes = _axes(3.1, title)
+    ends: list[tuple[float, str, str, Any]] = []
+    for number, (name, runs) in enumerate(series.items()):
+        x, mean, std = _over_runs(runs)
+        slot = (slots or {}).get(name, number)
+        color, dash = _SERIES[slot % 6], _DASHES[slot // 6 % 4]
+        mark = {"marker": "o", "markersize": 3} if len(x) <= 12 else {}
+        axes.plot(x, mean, color=color, linestyle=dash, linewidth=1.8, **mark)
+        if len(runs) > 1:
+            axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.16, linewidth=0)
+        ends.append((float(mean[-1]), name, color, dash))
+    for name, level in (levels or {}).items():
+        axes.axhline(level, color=GREY, linewidth=1.2, linestyle=(0, (5, 3)))
+        ends.append((level, name, GREY, (0, (5, 3))))
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
+    _unit(axes.yaxis, unit)
+    _name_ends(axes, ends)
+    return figure
+
+
+def versus(
+    points: Sequence[tuple[str, float, float, float | None]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    levels: Mapping[str, float] | None = None,
+    slots: Mapping[str, int] | None = None,
+    title: str = "",
+) -> Figure:
+    """Accuracy (a fraction, with its deviation) against bytes on a log scale; named points.
+
+    ``levels``, ``slots``: as for ``compared``.
+    """
+    figure, axes = _axes(3.1, title)
+    places = [(slots or {}).get(name, number) for number, (name, *_) in enumerate(points)]
+    for place, (_, x, y, std) in zip(places, points, strict=True):
+        color, mark = _SERIES[place % 6], _MARKS[place % len(_MARKS)]
+        axes.errorbar(x, y, yerr=std, color=color, marker=mark, markersize=6.5, capsize=2.5,
+                      linewidth=1, linestyle="none")  # fmt: skip
+    for name, level in (levels or {}).items():
+        axes.axhline(level, color=GREY, linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.annotate(_short(name, 30), (1, level), (-2, 2), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", ha="right", fontsize=8,
+                      parse_math=False)  # fmt: skip
+    axes.set_xscale("log")
+    low, high = min(p[1] for p in points), max(p[1] for p in points)
+    axes.set_xlim(low / 1.3, high * 1.6 * (high / low) ** 0.35)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_locator(FixedLocator(_ticks(low / 1.5, high * 2)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    _unit(axes.xaxis, "B")
+    _unit(axes.yaxis, "%")
+    axes.grid(color=GREY, alpha=0.25, linewidth=0.6)
+    bottom, top = axes.get_ylim()
+    for group in _near([point[1] for point in points], 0.12 * (np.log10(high / low) + 0.5)):
+        heights = _apart([points[i][2] for i in group], 0.06 * (top - bottom), bottom, top)
+        column = max(points[i][1] for i in group) * (high / low * 3) ** 0.06
+        for i, height in zip(group, heights, strict=True):
+            name, x, y, _ = points[i]
+            _tied(axes, name, (x, y), (column, height), _SERIES[places[i] % 6], "solid")
+    axes.set_ylim(bottom, top)
+    return figure
+
+
+def _near(values: Sequence[float], reach: float) -> list[list[int]]:
+    """Numbers of values that lie within ``reach`` (of their decimal logarithms) of the next one."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(values)), key=values.__getitem__):
+        if groups and np.log10(values[i] / values[groups[-1][-1]]) < reach:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def sweep(
+    rows: Sequence[tuple[float, float, float | None]], xlabel: str, ylabel: str, title: str = ""
+) -> Figure:
+    """Accuracy (a fraction, with its deviation) over the values of one setting."""
+    figure, axes = _axes(2.7, title)
+    x, y, std = zip(*sorted(rows), strict=True)
+    error = [value or 0.0 for value in std]
+    axes.errorbar(x, y, yerr=error if any(error) else None, color=BLUE, marker="o", markersize=5,
+                  capsize=3, linewidth=1.8)  # fmt: skip
+    axes.set_xlabel(_short(xlabel, 40), parse_math=False)
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_locator(FixedLocator(x) if len(x) <= 8 else MaxNLocator(7))
+    axes.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
+    _unit(axes.yaxis, "%")
+    return figure
+
+
+def plane(
+    points: Sequence[Sequence[float]],
+    labels: Sequence[int] | None,
+    clients: Sequence[int],
+    classes: Sequence[str] = (),
+    title: str = "",
+) -> Figure:
+    """Points N×2 in the unit square, coloured by class and marked by client.
+
+    Without labels clients give the colours. Colours and marks repeat beyond ten classes and
+    thirteen clients, and then have no legend.
+    """
+    figure, axes = _axes(4.6, title)
+    where = np.asarray(points, dtype=np.float64).reshape(-1, 2)
+    client = np.asarray(clients, dtype=np.int64)
+    group = client if labels is None else np.asarray(labels, dtype=np.int64)
+    marks = {k: _MARKS[i % len(_MARKS)] for i, k in enumerate(np.unique(client).tolist())}
+    for label in np.unique(group).tolist():
+        for k, mark in marks.items():
+            chosen = where[(group == label) & (client == k)]
+            color = _CLASSES[label % len(_CLASSES)]
+            if len(chosen):
+                axes.scatter(*chosen.T, s=14, marker=mark, color=color, alpha=0.8, linewidths=0)
+    axes.set_xlim(-0.03, 1.03)
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_aspect("equal")
+    axes.spines[:].set_visible(False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    if 1 < len(marks) <= len(_MARKS):
+        names = {f"client {k}": (mark, GREY) for k, mark in marks.items()}
+        _key(figure, names, "outside upper left")
+    if labels is not None and len(classes) <= len(_CLASSES):
+        names = {_short(name): ("o", _CLASSES[k]) for k, name in enumerate(classes)}
+        _key(figure, names, "outside lower left")
+    return figure
+
+
+def _key(figure: Figure, names: Mapping[str, tuple[str, str]], place: str) -> None:
+    """What marks and colours stand for."""
+    handles = [
+        Line2D([], [], color=color, marker=mark, linestyle="none", markersize=5, label=name)
+        for name, (mark, color) in names.items()
+    ]
+    legend: Any = figure.legend(handles=handles, loc=place, ncols=5, frameon=False, fontsize=8.5,
+                                handletextpad=0.1, columnspacing=1.2)  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def heat_map(
+    class_counts: Sequence[Sequence[int]], classes: Sequence[str], title: str = "", below: str = ""
+) -> Figure:
+    """Who holds how many images of which class: clients × classes; ``below`` is a line of text."""
     counts = np.asarray(class_counts, dtype=np.int64).reshape(len(class_counts), -1)
     clients, n = counts.shape
     peak = max(1, int(counts.max(initial=0)))
     names = [_short(name) for name in classes]
     tilted = n <= _MOST_NAMES and sum(len(name) + 2 for name in names) > 50
     height = min(5.0, max(1.2, 0.21 * clients + 0.5)) + (0.5 if tilted else 0.1)
+    height += 0.2 if below else 0.0
     figure, axes = _axes(height, title)
     axes.imshow(counts, cmap=_SHADES, norm=Normalize(0, peak), aspect="auto", interpolation="none")
     axes.spines[:].set_visible(False)
@@ -106,12 +275,13 @@ def heat_map(
         axes.set_xticks(range(n), names, parse_math=False, **(style if tilted else {}))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
-        axes.set_xlabel("class (number)")
+        below = f"class (number)\n{below}" if below else "class (number)"
     if clients <= _MOST_NAMES:
         axes.set_yticks(range(clients))
     else:
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
     axes.set_ylabel("client")
+    axes.set_xlabel(below, parse_math=False)
     if counts.size <= 4 * _MOST_NUMBERS:  # hairlines, or a sea of them
         axes.set_xticks(np.arange(n + 1) - 0.5, minor=True)
         axes.set_yticks(np.arange(clients + 1) - 0.5, minor=True)
@@ -163,7 +333,9 @@ def bars(
                       va="center", fontweight=weight)  # fmt: skip
     axes.set_yticks(range(len(rows)), [_short(row[0], 40) for row in rows], parse_math=False)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(ends, default=1.0) or 1.0)
+    longest = max((len(_short(row[0], 40)) for row in rows), default=0)
+    room = 1.25 + 0.012 * longest + (0.08 if any(row[2] for row in rows) else 0)
+    axes.set_xlim(0, room * max(ends, default=1.0) or 1.0)
     axes.xaxis.set_visible(False)
     axes.tick_params(length=0)
     axes.spines[["bottom"]].set_visible(False)
@@ -251,6 +423,76 @@ def _band(axes: Any, each: Sequence[Points]) -> None:
     low, high = (np.array([np.quantile(found[x], q) for x in rounds]) for q in (0.1, 0.9))
     axes.fill_between(rounds, low, high, color=GREY, alpha=0.3, linewidth=0,
                       label="middle 80 % of the clients")  # fmt: skip
+
+
+def _over_runs(runs: Sequence[Points]) -> tuple[Any, Any, Any]:
+    """x, mean and standard deviation (n - 1) of y over the runs that have a value there."""
+    found: dict[float, list[float]] = {}
+    for place, value in (point for points in runs for point in points):
+        found.setdefault(place, []).append(value)
+    x = np.array(sorted(found))
+    mean = np.array([np.mean(found[key]) for key in x])
+    std = np.array([np.std(found[key], ddof=1) if len(found[key]) > 1 else 0.0 for key in x])
+    return x, mean, std
+
+
+def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str, Any]]) -> None:
+    """Names at the right border, tied to the ends of their lines, moved apart where they touch."""
+    bottom, top = axes.get_ylim()
+    places = _apart([end[0] for end in ends], 0.064 * (top - bottom), bottom, top)
+    for place, (y, name, color, dash) in zip(places, ends, strict=True):
+        _tied(axes, name, (1, y), (1.08, place), color, dash, ("axes fraction", "data"))
+    axes.set_ylim(bottom, top)
+
+
+def _apart(values: Sequence[float], gap: float, bottom: float, top: float) -> list[float]:
+    """``values`` moved as little as needed to have ``gap`` between any two, inside the borders."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    places = [values[i] for i in order]
+    for number in range(1, len(places)):
+        places[number] = max(places[number], places[number - 1] + gap)
+    moved = (sum(places) - sum(values)) / len(places)
+    places = [place - moved for place in places]
+    limit = top
+    for number in reversed(range(len(places))):
+        places[number] = min(places[number], limit)
+        limit = places[number] - gap
+    limit = bottom
+    for number in range(len(places)):
+        places[number] = max(places[number], limit)
+        limit = places[number] + gap
+    found = dict(zip(order, places, strict=True))
+    return [found[i] for i in range(len(values))]
+
+
+def _tied(
+    axes: Any, name: str, point: tuple[float, float], place: tuple[float, float], color: str,
+    dash: Any, coords: Any = "data",
+) -> None:  # fmt: skip
+    """A name to the right of ``place``, with a line from ``point``."""
+    axes.annotate(
+        _short(name, 34), point, place, xycoords=coords, textcoords=coords, va="center",
+        fontsize=8.5, color=color, parse_math=False, annotation_clip=False,
+        arrowprops={"arrowstyle": "-", "color": color, "linewidth": 1, "linestyle": dash,
+                    "shrinkA": 1, "shrinkB": 1, "relpos": (0, 0.5)},
+    )  # fmt: skip
+
+
+def _unit(axis: Any, unit: str) -> None:
+    if unit == "%":
+        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g} %"))
+    elif unit == "B":
+        axis.set_major_formatter(FuncFormatter(lambda v, _: size(v)))
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, at most seven of them."""
+    tens = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    for steps in ((1, 2, 5), (1, 3), (1,)):
+        found = [s * 10.0**t for t in tens for s in steps if low <= s * 10.0**t <= high]
+        if len(found) <= 6:
+            break
+    return found
 
 
 def _xy(points: Points) -> tuple[list[float], list[float]]:

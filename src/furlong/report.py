@@ -10,22 +10,22 @@ import math
 import shlex
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
-from furlong import figures
+from furlong import figures, tables
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.runfolder import RunFolder
 from furlong.words import duration, size
 
 KINDS = ("params", "buffers", "features", "scalars")
-PROTOCOLS = {"knn": "kNN", "linear": "linear probe"}
 ENCODERS = {
     "random": "random encoder (reference)",
     "federated": "federated",
@@ -50,38 +50,76 @@ Line = dict[str, Any]
 
 
 class Drawing(NamedTuple):
-    """A figure and the sentence below it."""
+    """A figure, the sentence below it, and a name for a file."""
 
-    svg: Markup
+    figure: Figure
     caption: str
+    name: str
+
+    @property
+    def svg(self) -> Markup:
+        """For the page."""
+        return Markup(figures.svg(self.figure))  # matplotlib has escaped its texts
 
 
-def build(run: Path) -> Path:
-    """Write ``run``/report.html; the same files give the same bytes."""
+def build(run: Path, drawings: Path | None = None) -> Path:
+    """Write ``run``/report.html; the same files give the same bytes.
+
+    ``drawings``: a folder for the figures as .svg and .png files.
+    """
     folder = RunFolder.open(run)
-    page = _environment().from_string(_template()).render(_contents(folder))
-    # a path or a name that is not Unicode must not stop the page
-    folder.write("report.html", page.encode("utf-8", "replace").decode())
+    contents = _contents(folder)
+    folder.write("report.html", render("report.html.jinja", contents))
+    if drawings is not None:
+        save([*contents["curves"], *contents["split"]], drawings)
     return run / "report.html"
 
 
-def _template() -> str:
-    return resources.files("furlong").joinpath("report.html.jinja").read_text(encoding="utf-8")
+def render(template: str, contents: Mapping[str, Any]) -> str:
+    """A page; a path or a name that is not Unicode must not stop it."""
+    page = environment().get_template(template).render(contents)
+    return page.encode("utf-8", "replace").decode()
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+def environment() -> Environment:
+    """Templates of the package; everything is escaped."""
+    made = Environment(
+        loader=FunctionLoader(_template),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
-    environment.filters |= {"size": size, "percent": percent, "duration": duration}
-    return environment
+    made.filters |= {"size": size, "percent": percent, "duration": duration}
+    made.filters |= {"column_title": tables.column_title, "words": _words}
+    made.globals["verdict"] = tables.verdict
+    return made
+
+
+def _template(name: str) -> str:
+    return resources.files("furlong").joinpath(name).read_text(encoding="utf-8")
+
+
+def _words(about: Mapping[str, Any]) -> str:
+    return " · ".join(f"{name} {value}" for name, value in about.items())
+
+
+def save(drawings: Sequence[Drawing], folder: Path) -> None:
+    """Every figure as an .svg and a .png file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FurlongError(f"cannot make the folder {folder}: {error.strerror}") from None
+    for drawing in drawings:
+        for kind in ("svg", "png"):
+            figures.save(drawing.figure, folder / f"{drawing.name}.{kind}")
 
 
 def _contents(folder: RunFolder) -> dict[str, Any]:
     text, settings = _settings(folder.path / "config.toml")
     lines, summary = folder.lines(), folder.read("summary.json")
     split = folder.read("partition.json") or {}
-    results = (summary or {}).get("results", [])
+    results = [*(summary or {}).get("results", []), *tables.further(folder.path)]
     bound = settings["run"].get("bound", "none")
     return {
         "run": str(folder.path),
@@ -98,12 +136,13 @@ def _contents(folder: RunFolder) -> dict[str, Any]:
         "bound": BOUNDS.get(bound),
         "results": _results(results),
         "headline": _headline(results, (summary or {}).get("who")),
-        "curves": list(_curves(lines, results, bound)),
-        "split": _split(split) if split else None,
+        "printed": _printed(folder.path) if summary else [],
+        "curves": [*_curves(lines, results, bound), *_map(folder, bound)],
+        "split": list(split_drawings(split)) if split else [],
         "kinds": KINDS,
-        "method": _method(settings["method"]["name"]),
+        "method": about_method(settings["method"]["name"]),
         "traffic": _traffic(lines) if bound == "none" else None,
-        "failures": _failures(lines),
+        "failures": failures(lines),
         "most_failures": MOST_FAILURES,
     }
 
@@ -137,9 +176,24 @@ def _results(rows: list[Line]) -> dict[str, Any]:
 
 
 def _column(row: Line) -> str:
-    name = PROTOCOLS.get(row["protocol"], str(row["protocol"]))
-    share = row.get("labels", 1.0)
-    return name if share == 1 else f"{name}, {100 * share:g} % of the labels"
+    return tables.column_title((str(row["protocol"]), float(row.get("labels", 1.0))))
+
+
+def _printed(path: Path) -> list[str]:
+    """What the papers print for this setting, and how their runs differ from this one."""
+    run = tables.read(path)
+    if run is None:
+        return []
+    group = tables.tables([run])[0]
+    return [
+        f"Printed in {beside.source}: "
+        + ", ".join(
+            f"{tables.column_title(key)} {percent(p.accuracy)}" for key, p in beside.cells.items()
+        )
+        + (f" ({beside.note})." if beside.note else ".")
+        for row in group.own
+        for beside in row.printed
+    ]
 
 
 def _headline(rows: list[Line], who: str | None) -> list[dict[str, Any]]:
@@ -150,7 +204,7 @@ def _headline(rows: list[Line], who: str | None) -> list[dict[str, Any]]:
         for row in rows
         if row["who"] == who
     ]
-    return sorted(reached, key=lambda tile: tile["name"] != PROTOCOLS["linear"])[:2]
+    return sorted(reached, key=lambda tile: tile["name"] != tables.PROTOCOLS["linear"])[:2]
 
 
 def _traffic(lines: list[Line]) -> list[dict[str, Any]]:
@@ -164,7 +218,7 @@ def _traffic(lines: list[Line]) -> list[dict[str, Any]]:
     return rows
 
 
-def _method(name: str) -> dict[str, str] | None:
+def about_method(name: str) -> dict[str, str] | None:
     """What one of the library's methods says about itself."""
     row = METHODS.get(name)
     if row is None:
@@ -172,7 +226,7 @@ def _method(name: str) -> dict[str, str] | None:
     return {"keeps": row.cls.keeps, "leaves": row.cls.leaves, "caution": row.cls.caution}
 
 
-def _failures(lines: list[Line]) -> dict[str, Any]:
+def failures(lines: list[Line]) -> dict[str, Any]:
     """Which clients gave no valid answer, how often and why; the most frequent first."""
     times: Counter[tuple[Any, ...]] = Counter()
     first: dict[tuple[Any, ...], int] = {}
@@ -206,7 +260,8 @@ def _curves(lines: list[Line], results: list[Line], bound: str) -> Iterator[Draw
             each = _each(some, name)
             bold = " The bold line is the clients' mean, weighted by their numbers of images."
             figure = figures.curves({"mean": mean}, ylabel, each=each)
-            yield _drawn(figure, caption + (bold if len(each) > 1 else "") + _last(mean))
+            words = caption + (bold if len(each) > 1 else "") + _last(mean)
+            yield Drawing(figure, words, name if len(kinds) == 1 else f"{name}-{kind}")
     if score := _points(lines, "knn"):
         random = {row["protocol"]: row["accuracy"] for row in results if row["who"] == "random"}
         level = {"random encoder": random["knn"]} if "knn" in random else {}
@@ -215,46 +270,72 @@ def _curves(lines: list[Line], results: list[Line], bound: str) -> Iterator[Draw
         whose = ", mean of the clients' encoders" if bound == "single" else ""
         last = f" Last: {percent(score[-1][1])}."
         caption = f"kNN accuracy during training{whose}, on a sample of the images.{dashed}{last}"
-        yield _drawn(figure, caption)
+        yield Drawing(figure, caption, "knn")
     if boxes := {line["round"] + 1: line["angles"] for line in lines if line.get("angles")}:
         figure = figures.boxes(boxes, "angle in degrees")
         first, *_, last = [*boxes.values(), *boxes.values()]
-        yield _drawn(
+        yield Drawing(
             figure,
             "The angle between two clients' features of the same image, before averaging: median, "
             "quartiles, and 5 and 95 %. 0° means that the clients' encoders agree. Median at "
             f"first {first[2]:.1f}°, at last {last[2]:.1f}°.",
+            "angles",
         )
     if bound == "none" and lines:
         up, down = _sum_up(lines, "bytes_up"), _sum_up(lines, "bytes_down")
         figure = figures.curves({"up": up, "down": down}, "sent so far", unit="B")
         sums = f"{size(up[-1][1])} up, {size(down[-1][1])} down"
-        yield _drawn(figure, f"Bytes sent since the start, all clients together: {sums}.")
+        words = f"Bytes sent since the start, all clients together: {sums}."
+        yield Drawing(figure, words, "bytes")
 
 
-def _split(split: Mapping[str, Any]) -> Drawing:
-    """Who holds what."""
+def _map(folder: RunFolder, bound: str) -> Iterator[Drawing]:
+    """The representations in the plane, if ``furlong report --tsne`` has made them."""
+    kept = folder.read("tsne.json")
+    if kept is None:
+        return
+    figure = figures.plane(kept["points"], kept["labels"], kept["clients"], kept["classes"])
+    coloured = "client" if kept["labels"] is None else "class, marks tell the client that holds it"
+    whose = " (the first client's encoder)" if bound == "single" else ""
+    yield Drawing(
+        figure,
+        f"Representations of {len(kept['points']):,} training images{whose} in the plane, by t-SNE "
+        f"(perplexity 30, from the PCA). Colours tell the {coloured}. Near points are alike to the "
+        "encoder; sizes of groups and distances between them mean little.",
+        "tsne",
+    )
+
+
+def split_drawings(split: Mapping[str, Any]) -> Iterator[Drawing]:
+    """Who holds what, and how many false negatives that makes."""
     counts, sizes = split.get("class_counts"), split["sizes"]
     spread = f"{min(sizes):,}" + (f" to {max(sizes):,}" if min(sizes) < max(sizes) else "")
     held = f"Partition {split['partition']}: {len(sizes):,} clients with {spread} images each."
     if counts is None:
-        return _drawn(figures.sizes(sizes), f"{held} The images have no labels.")
+        yield Drawing(figures.sizes(sizes), f"{held} The images have no labels.", "partition")
+        return
     measured = (
         f" β-CIB {split['beta_cib']:.4f} bits; β-hetero {split['beta_hetero_m2']:.4f} bits"
-        f" (divided by M²), {split['beta_hetero_mm1']:.4f} bits (by M(M−1))."
+        f" (divided by M²), {split['beta_hetero_mm1']:.4f} bits (by M(M−1)). 0 is an even split."
     )
+    figure = figures.heat_map(counts, split["classes"], below=betas(split))
+    words = f"{held} A cell is a client's number of images of a class.{measured}"
+    yield Drawing(figure, words, "partition")
     if shares := split.get("false_negatives"):
-        measured += (
-            f" Of the images that a client's image is contrasted with, {percent(shares['local'])}"
-            f" of its own, {percent(shares['union'])} of all and {percent(shares['remote'])} of the"
-            " others' have its class (false negatives)."
+        names = {"local": "its own images", "union": "all clients'", "remote": "the others'"}
+        rows = [(names[key], shares[key], None) for key in names]
+        yield Drawing(
+            figures.bars(rows, highlight=""),
+            "False negatives: of the images that a client's image is contrasted with, the share "
+            "that has its class, if they are drawn from its own images, from all clients' or from "
+            "the others'. Contrast pushes these apart though they belong together.",
+            "false-negatives",
         )
-    figure = figures.heat_map(counts, split["classes"])
-    return _drawn(figure, f"{held} A cell is a client's number of images of a class.{measured}")
 
 
-def _drawn(figure: Any, caption: str) -> Drawing:
-    return Drawing(Markup(figures.svg(figure)), caption)  # matplotlib has escaped its texts
+def betas(split: Mapping[str, Any]) -> str:
+    """The two measures of skew, for below a heat map."""
+    return f"β-CIB {split['beta_cib']:.2f} · β-hetero {split['beta_hetero_m2']:.2f} bits (M²)"
 
 
 def _points(lines: list[Line], name: str) -> list[tuple[float, float]]:

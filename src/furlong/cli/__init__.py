@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from furlong.cli import asking, measuring, training, using
+from furlong.cli import asking, comparing, measuring, training, using
 from furlong.cli.common import app, dotted, err
 from furlong.errors import FurlongError
 
-__all__ = ["app", "asking", "main", "measuring", "take_dotted", "training", "using"]
+__all__ = ["app", "asking", "comparing", "main", "measuring", "take_dotted", "training", "using"]
 
-TAKE_SETTINGS = ("run", "resume", "evaluate", "partition", "cost")
+TAKE_SETTINGS = ("run", "resume", "evaluate", "partition", "cost", "compare")
 
 
 def take_dotted(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:

@@ -57,10 +57,11 @@ def partition(
         err.print(note, markup=False)
     if figure is not None:
         from furlong import figures
+        from furlong.report import betas
 
         title = f"{train.name}, {about['partition']}"
         drawn = (
-            figures.heat_map(about["class_counts"], about["classes"], title)
+            figures.heat_map(about["class_counts"], about["classes"], title, betas(about))
             if "class_counts" in about
             else figures.sizes(about["sizes"], title)
         )

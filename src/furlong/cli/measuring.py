@@ -1,4 +1,4 @@
-"""Commands that measure and show what a run has learnt: evaluate, report."""
+"""The command that measures what a run has learnt: evaluate."""
 
 from __future__ import annotations
 
@@ -39,17 +39,3 @@ def evaluate(
         print(json.dumps(rows))
     else:
         console.print(results_table(rows))
-
-
-@app.command
-def report(folder: Path, /) -> None:
-    """Make a run's report.html again.
-
-    Parameters
-    ----------
-    folder
-        The run's folder.
-    """
-    from furlong import report as pages
-
-    console.print(f"report: {pages.build(folder)}")

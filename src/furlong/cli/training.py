@@ -88,7 +88,7 @@ def run(
     """
     given = {k: v for k, v in locals().items() if k not in ("config_file",) and v is not None}
     settings = config.load(config_file, given | dotted)
-    with _watching() as (show, say):
+    with watching() as (show, say):
         finished = experiment.run(settings, show, say)
     _print_run(finished)
 
@@ -107,13 +107,13 @@ def resume(folder: Path, /, *, workers: int | None = None, device: str | None = 
         Device, if not as before.
     """
     given = {k: v for k, v in (("workers", workers), ("device", device)) if v is not None}
-    with _watching() as (show, say):
+    with watching() as (show, say):
         finished = experiment.resume(folder, given | dotted, show, say)
     _print_run(finished)
 
 
 @contextmanager
-def _watching() -> Iterator[tuple[Any, Any]]:
+def watching() -> Iterator[tuple[Any, Any]]:
     """Live progress on a terminal; otherwise only what went wrong."""
     keep_freed_memory()
     columns = (

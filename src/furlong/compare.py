@@ -1,0 +1,254 @@
+"""A grid of runs: configurations × methods × seeds, each cell an ordinary run folder.
+
+``FOLDER/<configuration>/<method>/<seed>``. A finished cell is not repeated, an interrupted one goes
+on (same bits), one that fails is reported while the others go on. A cell that is there with other
+settings is an error before anything runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from furlong import config, experiment
+from furlong.assemble import absolute
+from furlong.config import Config
+from furlong.errors import FurlongError, nearest
+from furlong.runfolder import RunFolder
+from furlong.tables import GRID
+from furlong.words import duration
+
+BOUNDS = ("single", "pooled")
+ERROR = "error.txt"
+FREE = {  # what may differ between a cell and the command that goes on with it
+    "run": ("workers", "device", "out", "save_every", "state_memory_mb"),
+    "data": ("root", "public_root", "cache"),
+    "train": ("server_threads",),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    name: str  # of the configuration
+    method: str  # as in --methods
+    seed: int
+    folder: Path
+    settings: Config
+
+    @property
+    def row(self) -> str:
+        """The method and bound that it trains: its row in a table."""
+        bound = self.settings.run.bound
+        return str(self.settings.method["name"]) + ("" if bound == "none" else f"@{bound}")
+
+    def __str__(self) -> str:
+        return f"{self.name} · {self.method} · seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: ``done``, ``was there`` or ``failed``, and why."""
+
+    cell: Cell
+    state: str
+    reason: str = ""
+
+
+# ---------------------------------------------------------------- the grid
+
+
+def grid(
+    files: Sequence[Path],
+    methods: Sequence[str],
+    seeds: int,
+    out: Path,
+    options: Mapping[str, Any],
+) -> list[Cell]:
+    """Every cell, seeds outermost, so that an interrupted grid has whole comparisons.
+
+    ``methods`` replaces those that the files name (``[methods.NAME]``, else ``[method]``); options
+    hold for all cells.
+    """
+    if seeds < 1:
+        raise FurlongError(f"--seeds is {seeds}; it must be at least 1")
+    for taken in ("method", "method.name", "seed", "out", "run.out", "bound", "run.bound"):
+        if taken in options:
+            raise FurlongError(f"--{taken} cannot be given to compare: it differs between cells.")
+    cells = []
+    for name, (tree, tables) in _read(files).items():
+        where = name if files else "options"
+        for label in methods or list(tables) or [_own(tree)]:
+            for number in range(seeds):
+                settings = _settings(tree, tables, label, options, where)
+                seed = settings.run.seed + number
+                folder = out / name / _folder(label) / str(seed)
+                run = replace(settings.run, seed=seed, out=str(folder))
+                cells.append(Cell(name, label, seed, folder, replace(settings, run=run)))
+    twice = {c.folder for c in cells if sum(c.folder == other.folder for other in cells) > 1}
+    if twice:
+        raise FurlongError(f"--methods names {sorted(twice)[0].parent.name} twice.")
+    for cell in cells:
+        _check(cell)
+    return sorted(cells, key=lambda cell: cell.seed)
+
+
+def _own(tree: Mapping[str, Any]) -> str:
+    """The file's own method, with its bound."""
+    bound = tree.get("run", {}).get("bound", "none")
+    name = str(tree.get("method", {}).get("name", "fedu"))
+    return name if bound == "none" else f"{name}@{bound}"
+
+
+def _read(files: Sequence[Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Name -> the file's tables, and its [methods.NAME] apart."""
+    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    stems = [path.stem for path in files]
+    for path in files:
+        name = path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}"
+        if name in found:
+            raise FurlongError(f"two configurations are called {name}: rename {path}.")
+        tree = config.read(path)
+        tables = tree.pop("methods", {})
+        if not isinstance(tables, Mapping) or not all(
+            isinstance(t, Mapping) for t in tables.values()
+        ):
+            raise FurlongError(f"{path}: methods must be tables: write [methods.NAME].")
+        found[name] = (tree, dict(tables))
+    return found or {"defaults": ({}, {})}
+
+
+def _settings(
+    tree: Mapping[str, Any],
+    tables: Mapping[str, Any],
+    label: str,
+    options: Mapping[str, Any],
+    where: str,
+) -> Config:
+    """The file, then the method's own table, then the options."""
+    name, at, bound = label.rpartition("@")
+    name, bound = (name, bound) if at else (label, "")
+    if at and bound not in BOUNDS:
+        raise FurlongError(f"--methods {label}: unknown bound {bound!r}. {nearest(bound, BOUNDS)}")
+    own = {**tables.get(name, {}), **(tables.get(label, {}) if at else {})}
+    name = str(own.pop("name", name))
+    given: dict[str, Any] = {"method": name, "bound": bound or "none"}
+    for key, value in own.items():
+        if isinstance(value, Mapping):  # data.augment = "mfcl"
+            given |= {f"{key}.{inner}": word for inner, word in value.items()}
+        else:
+            given[f"method.{key}"] = value
+    return config.from_tree(tree, {**given, **options}, where)
+
+
+def _folder(label: str) -> str:
+    return re.sub(r"[^\w@.+=-]+", "-", label).strip("-.") or "method"
+
+
+def _check(cell: Cell) -> None:
+    """Refuse a cell whose folder holds a run with other settings."""
+    path = cell.folder / "config.toml"
+    if not path.exists():
+        return
+    there = tomllib.loads(path.read_text(encoding="utf-8"))
+    wanted = tomllib.loads(cell.settings.toml())
+    for section in sorted({*there, *wanted}):
+        for key in sorted({*there.get(section, {}), *wanted.get(section, {})}):
+            old, new = (tree.get(section, {}).get(key) for tree in (there, wanted))
+            if key in FREE.get(section, ()) or old == new or _resolved(section, key, old, new):
+                continue
+            raise FurlongError(
+                f"{cell.folder} holds a run with {section}.{key} = {old}, not {new}. Give the "
+                "settings that it began with, or another --out."
+            )
+
+
+def _resolved(section: str, key: str, old: Any, new: Any) -> bool:
+    """Whether ``old`` is what a run wrote down for ``new``."""
+    if section != "data":
+        return False
+    if key in ("name", "public"):
+        return new is not None and absolute(new) == old
+    return (key, new) in (("augment", "auto"), ("clients", None))
+
+
+# ---------------------------------------------------------------- running
+
+
+def run(
+    cells: Sequence[Cell],
+    show: Callable[[experiment.Status], None] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Outcome]:
+    """Every cell that has not finished; ``tell`` hears where the grid is, ``say`` a run's notes."""
+    outcomes: list[Outcome] = []
+    took: dict[str, list[float]] = {}
+    for number, cell in enumerate(cells):
+        summary = RunFolder(cell.folder).read("summary.json")
+        if summary is not None:
+            took.setdefault(cell.method, []).append(summary["seconds"])
+            outcomes.append(Outcome(cell, "was there"))
+            continue
+        tell(f"[{number + 1}/{len(cells)}] {cell}{_left(cells[number:], took)}")
+        began = time.monotonic()
+        outcome = _one(cell, show, say)
+        outcomes.append(outcome)
+        if outcome.state == "failed":
+            tell(f"[{number + 1}/{len(cells)}] {cell} FAILED: {outcome.reason}")
+        else:
+            took.setdefault(cell.method, []).append(time.monotonic() - began)
+    return outcomes
+
+
+def _one(
+    cell: Cell,
+    show: Callable[[experiment.Status], None] | None,
+    say: Callable[[str], None],
+) -> Outcome:
+    note = cell.folder / ERROR
+    try:
+        if (cell.folder / "config.toml").exists():
+            run = cell.settings.run
+            again = {"workers": run.workers, "device": run.device}
+            experiment.resume(cell.folder, again, show, say)
+        else:
+            experiment.run(cell.settings, show, say)
+    except FurlongError as error:
+        return Outcome(cell, "failed", str(error))
+    except Exception as error:  # a method's own mistake must not end the other cells
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        note.write_text(traceback.format_exc(), encoding="utf-8")
+        return Outcome(cell, "failed", f"{type(error).__name__}: {error} (see {note})")
+    note.unlink(missing_ok=True)
+    return Outcome(cell, "done")
+
+
+def _left(cells: Sequence[Cell], took: Mapping[str, Sequence[float]]) -> str:
+    """How many cells are left and how long they may take, going by those that have finished."""
+    todo = [c for c in cells if not (c.folder / "summary.json").exists()]
+    if not took:
+        return f", {len(todo)} to do"
+    mean = statistics.fmean(s for times in took.values() for s in times)
+    expected = sum(statistics.fmean(took.get(c.method, [mean])) for c in todo)
+    return f", {len(todo)} to do, about {duration(expected)}"
+
+
+def keep(out: Path, command: str, cells: Sequence[Cell]) -> None:
+    """Write down by which command the grid can be made again, and its cells in their order."""
+    names = [cell.folder.relative_to(out).as_posix() for cell in cells]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"command": command, "cells": names}, indent=1) + "\n"
+        (out / GRID).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FurlongError(f"cannot write to {out}: {error.strerror}") from None
