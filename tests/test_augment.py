@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from furlong.data import augment
-from furlong.data.augment import PRESETS, Augmentation, AugmentationPair, Draw, preset
+from furlong.data.augment import PRESETS, Augmentation, AugmentationPair, Draw, preset, rotated
 from furlong.errors import FurlongError
 
 
@@ -290,6 +290,21 @@ def test_pad_crop_moves_by_whole_pixels() -> None:
     check(RECIPES["flip_crop0"], pixels, draw, 40)
     bytes_again = RECIPES["flip_crop0"].apply(pixels, draw) * 255
     torch.testing.assert_close(bytes_again, bytes_again.round(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("turns", [[0, 1, 2, 3, 3, 1], [2] * 6, [0] * 6])
+def test_quarter_turns_are_exact(layout: torch.memory_format, turns: list[int]) -> None:
+    pixels = images(6, height=5, width=5).float().contiguous(memory_format=layout)
+    before = pixels.clone()
+    out = rotated(pixels, torch.tensor(turns))
+    for image, turn, got in zip(before, turns, out, strict=True):
+        assert torch.equal(got, image.rot90(turn, (1, 2)))
+    assert out.is_contiguous(memory_format=layout)
+    assert torch.equal(pixels, before)
+    assert out.data_ptr() != pixels.data_ptr()
+    with pytest.raises(FurlongError, match="2×3×4×5"):
+        rotated(torch.zeros(2, 3, 4, 5), torch.tensor([0, 1]))
 
 
 def test_errors_name_the_remedy() -> None:

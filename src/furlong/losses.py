@@ -1,7 +1,8 @@
 """Loss functions of embeddings: tensors in, scalar out.
 
-Embeddings need not be normalised: every function but ``alignment_loss`` looks at directions only,
-so scaling a row by a positive number changes nothing, and gradients are orthogonal to the rows.
+Embeddings need not be normalised: most functions look at directions only, so that scaling a row by
+a positive number changes nothing and gradients are orthogonal to the rows. The others
+(``alignment_loss``, ``barlow_twins``, ``vicreg``) say what they look at.
 """
 
 from __future__ import annotations
@@ -118,3 +119,59 @@ def byol(prediction: Tensor, target: Tensor) -> Tensor:
     directions.
     """
     return 2 + 2 * cosine_simsiam(prediction, target)
+
+
+def barlow_twins(z1: Tensor, z2: Tensor, off_diagonal: float) -> Tensor:
+    """Barlow Twins (Zbontar et al. 2021): Σ_i (1 − C_ii)² + λ Σ_{i≠j} C_ij².
+
+    ``z1``, ``z2``: B×d; C = d×d correlations over the batch between the columns of the one and the
+    other, so shifting or scaling a column changes nothing. ``off_diagonal`` is λ.
+    """
+    z1, z2 = ((z - z.mean(0)) / (z.var(0, correction=0) + 1e-5).sqrt() for z in (z1, z2))
+    squares = (z1.T @ z2 / len(z1) - torch.eye(z1.shape[1], device=z1.device)).square()
+    return off_diagonal * squares.sum() + (1 - off_diagonal) * squares.trace()
+
+
+def vicreg(z1: Tensor, z2: Tensor, invariance: float, variance: float, covariance: float) -> Tensor:
+    """VICReg (Bardes, Ponce, LeCun 2022): λ·s(Z, Z') + μ·[v(Z) + v(Z')]/2 + ν·[c(Z) + c(Z')].
+
+    ``z1``, ``z2``: B×d. s is the mean squared difference, v the mean over columns of
+    max(0, 1 − std), c the sum of the squared covariances of different columns over d. The halves of
+    v are those of the authors' code; the paper prints μ·[v(Z) + v(Z')].
+    """
+    spread, mixing = z1.new_zeros(()), z1.new_zeros(())
+    for z in (z1, z2):
+        spread = spread + F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() / 2
+        squares = z.T.cov().square()
+        mixing = mixing + (squares.sum() - squares.trace()) / z.shape[1]
+    return invariance * F.mse_loss(z1, z2) + variance * spread + covariance * mixing
+
+
+def relational(
+    z1: Tensor, z2: Tensor, anchors: Tensor, temperature: float, target_temperature: float
+) -> Tensor:
+    """FedX's relational loss (Han et al. 2022): two views relate to other images in the same way.
+
+    ``z1``, ``z2``: B×d; ``anchors``: A×d. A view's relation is its softmax over its cosines with
+    the anchors; the loss is the mean divergence KL(m‖r) of both views' relations r from their
+    mean m. With equal temperatures it is the Jensen-Shannon divergence. Gradients flow through m
+    too, as in the authors' code.
+    """
+    anchors = F.normalize(anchors, dim=1)
+    cosines = [F.normalize(z, dim=1) @ anchors.T for z in (z1, z2)]
+    mean = torch.stack([(c / target_temperature).softmax(dim=1) for c in cosines]).mean(0)
+    parts = [
+        F.kl_div((c / temperature).log_softmax(dim=1), mean, reduction="batchmean") for c in cosines
+    ]
+    return (parts[0] + parts[1]) / 2
+
+
+def moon_contrast(z: Tensor, received: Tensor, previous: Tensor, temperature: float) -> Tensor:
+    """MOON's loss (Li, He, Song 2021): nearer to the received model than to one's own last one.
+
+    ``z``, ``received``, ``previous``: B×d, projections of the same images by the network in
+    training, the global and the client's previous one; no gradient reaches the latter two.
+    """
+    near = F.cosine_similarity(z, received.detach(), dim=1)
+    far = F.cosine_similarity(z, previous.detach(), dim=1)
+    return F.softplus((far - near) / temperature).mean()

@@ -371,10 +371,6 @@ def _mlp(in_dim: int, hidden: int, out: int) -> nn.Sequential:
     )
 
 
-def _proj_128(dim: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, 128))
-
-
 def _mfcl_proj(dim: int) -> nn.Sequential:
     return nn.Sequential(
         *(nn.Linear(dim, 512, bias=False), nn.BatchNorm1d(512), nn.ReLU()),
@@ -398,13 +394,30 @@ def _simsiam_proj(dim: int) -> nn.Sequential:
     )
 
 
+def _expander(dim: int, width: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Linear(dim, width), nn.BatchNorm1d(width), nn.ReLU()),
+        *(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()),
+        nn.Linear(width, width),
+    )
+
+
+def _plain_mlp(dim: int, hidden: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, out))
+
+
 HEADS: dict[str, Callable[[int], nn.Sequential]] = {
-    "proj_128": _proj_128,  # FCL, FedCA
+    "proj_128": lambda dim: _plain_mlp(dim, dim, 128),  # FCL, FedCA
     "easyfl_proj": lambda dim: _mlp(dim, 4096, 2048),  # FedU, FedEMA
     "easyfl_pred": lambda dim: _mlp(dim, 4096, 2048),
     "mfcl_proj": _mfcl_proj,
     "orchestra_proj": _orchestra_proj,
     "simsiam_proj": _simsiam_proj,
+    "simsiam_pred": lambda dim: _mlp(dim, 512, dim),
+    "fedx_proj": lambda dim: _plain_mlp(dim, 256, 256),
+    "fedx_pred": lambda dim: _plain_mlp(dim, 256, 256),
+    "moon_proj": lambda dim: _plain_mlp(dim, dim, 256),
+    "expander": lambda dim: _expander(dim, 2048),  # VICReg, Barlow Twins at CIFAR's size
     "small_proj": lambda dim: _mlp(dim, 256, 128),  # demos and tests
     "small_pred": lambda dim: _mlp(dim, 256, 128),
 }

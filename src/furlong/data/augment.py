@@ -291,6 +291,21 @@ def unit(views: Tensor, recipe: Recipe) -> Tensor:
     return ((views - black) / (white - black)).clamp_(0, 1)
 
 
+def rotated(images: Tensor, turns: Tensor) -> Tensor:
+    """B×C×S×S with image i turned by ``turns[i]`` (int64 B, on any device) quarter turns.
+
+    Counter-clockwise, as torch.rot90; no pixel is interpolated and the memory format is kept.
+    """
+    if images.shape[2] != images.shape[3]:
+        shape = "×".join(map(str, images.shape))
+        raise FurlongError(f"Only square images can be turned by 90°, not {shape}.")
+    out = images.clone()
+    for turn in range(1, 4):
+        index = _where(turns % 4 == turn, images)
+        out.index_copy_(0, index, images.index_select(0, index).rot90(turn, (2, 3)))
+    return out
+
+
 def _chance(count: int, p: float) -> Tensor:
     """N booleans, each true with probability ``p``."""
     return torch.rand(count) < p

@@ -11,11 +11,20 @@ from typing import Any
 
 from furlong.method import Method
 from furlong.methods.fcl import FCL
+from furlong.methods.fedae import FedAE
+from furlong.methods.fedavg import FedAvg
+from furlong.methods.fedbarlow import FedBarlow
 from furlong.methods.fedca import FedCA
 from furlong.methods.fedema import FedEMA
+from furlong.methods.fedmoco import FedMoCo
+from furlong.methods.fedrot import FedRot
 from furlong.methods.fedsimclr import FedSimCLR
+from furlong.methods.fedsimsiam import FedSimSiam
 from furlong.methods.fedu import FedU
+from furlong.methods.fedvicreg import FedVICReg
+from furlong.methods.fedx import FedX
 from furlong.methods.mfcl import MFCL
+from furlong.methods.moon import MOON
 
 
 @dataclass(frozen=True)
@@ -35,15 +44,30 @@ class Row:
 
 METHODS: dict[str, Row] = {
     "fedsimclr": Row(FedSimCLR, "contrastive"),
+    "fedmoco": Row(FedMoCo, "contrastive"),
     "fcl": Row(FCL, "contrastive"),
     "fedca": Row(FedCA, "contrastive"),
+    "fedx": Row(FedX, "contrastive"),
     "fedbyol": Row(
         FedU,
         "non-contrastive",
         {"predictor": "global"},
         "Grill et al., Bootstrap Your Own Latent (BYOL), NeurIPS 2020; the baseline of FedU",
     ),
+    "fedsimsiam": Row(FedSimSiam, "non-contrastive"),
+    "fedbarlow": Row(FedBarlow, "non-contrastive"),
+    "fedvicreg": Row(FedVICReg, "non-contrastive"),
     "fedu": Row(FedU, "non-contrastive"),
     "fedema": Row(FedEMA, "non-contrastive"),
+    "fedrot": Row(FedRot, "pretext task"),
+    "fedae": Row(FedAE, "reconstruction"),
     "mfcl": Row(MFCL, "modular"),
+    "fedavg": Row(FedAvg, "supervised"),
+    "fedprox": Row(
+        FedAvg,
+        "supervised",
+        {"mu": 0.01},
+        "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), MLSys 2020",
+    ),
+    "moon": Row(MOON, "supervised"),
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from furlong.context import Batch, ClientContext, Context, ServerContext
+from furlong.errors import FurlongError
 from furlong.method import Local, Method, Report
 from furlong.nets import head, head_dim
 from furlong.payload import Weights, flatten, payload, replace_tensors
@@ -126,8 +127,29 @@ def projected_width(projection_head: str, ctx: Context) -> int:
         return head_dim(head(projection_head, ctx.width))
 
 
+def extended(net: nn.Module, **parts: nn.Module) -> nn.Module:
+    """The parts of ``net``, then ``parts``, in a row."""
+    return nn.Sequential(OrderedDict(net.named_children(), **parts))
+
+
+def predicting(projection_head: str, prediction_head: str, ctx: Context) -> nn.Module:
+    """A predictor of projections: B×d_z to B×d_z."""
+    width = projected_width(projection_head, ctx)
+    predictor = head(prediction_head, width)
+    if head_dim(predictor) != width:
+        raise FurlongError(
+            f"method.prediction_head = {prediction_head} gives {head_dim(predictor)} numbers, "
+            f"method.projection_head = {projection_head} {width}: they must be as many."
+        )
+    return predictor
+
+
 def backbone(weights: Weights, ctx: Context) -> nn.Module:
     """The encoder inside the weights of a network whose part ``backbone`` it is."""
-    encoder = ctx.encoder()
-    restore(encoder, prefixed(weights, "backbone"))
-    return encoder.eval()
+    return filled(ctx.encoder(), prefixed(weights, "backbone"))
+
+
+def filled(net: nn.Module, weights: Weights) -> nn.Module:
+    """``net`` with ``weights``, in eval mode."""
+    restore(net, weights)
+    return net.eval()

@@ -16,8 +16,7 @@ from torch import nn
 from furlong.context import ClientContext, Context, ServerContext
 from furlong.errors import require
 from furlong.losses import byol
-from furlong.methods.averaging import projecting
-from furlong.nets import head, head_dim
+from furlong.methods.averaging import predicting, projecting
 from furlong.payload import Weights, payload
 from furlong.weights import ema_, snapshot
 
@@ -57,9 +56,7 @@ class Byol:
 
     def predictor(self, ctx: Context) -> nn.Module:
         """Projections to predictions, both B×d_z."""
-        with torch.device("meta"):  # only its width is wanted
-            width = head_dim(head(self.projection_head, ctx.width))
-        return head(self.prediction_head, width)
+        return predicting(self.projection_head, self.prediction_head, ctx)
 
     def init(self, ctx: ServerContext) -> Shared:
         """Freshly initialised networks."""

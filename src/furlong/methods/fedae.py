@@ -1,0 +1,74 @@
+"""FedAE: an autoencoder on every client, FedAvg of encoder and decoder.
+
+A baseline of FedCA, which only says that the encoding shall give back "its original input".
+
+    L = mean over pixels of (x - dec(f(x)))²,   x in [0, 1]
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from furlong.context import Batch, Context
+from furlong.data.augment import unit
+from furlong.methods.averaging import OneNetwork
+
+
+class Decoder(nn.Module):
+    """Representations B×d to images B×C×S×S in [0, 1].
+
+    Linear to 512×s×s, then transposed convolutions that double the side, 512-256-128-64 and 64 from
+    there on, then a convolution to C channels; what is beyond S is cut off around the centre.
+    32 pixels: s = 4, three doublings; 84 pixels: s = 6, four. The papers give none of this.
+    """
+
+    def __init__(self, width: int, channels: int, image_size: int) -> None:
+        super().__init__()
+        doublings = max(3, ceil(log2(image_size / 6)))
+        self.image_size, self.start = image_size, ceil(image_size / 2**doublings)
+        self.linear = nn.Linear(width, 512 * self.start**2)
+        layers: list[nn.Module] = []
+        for i in range(doublings):
+            into, out = max(64, 512 >> i), max(64, 512 >> (i + 1))
+            layers += [
+                nn.ConvTranspose2d(into, out, 4, 2, 1, bias=False),
+                nn.BatchNorm2d(out),
+                nn.ReLU(inplace=True),
+            ]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(64, channels, 3, padding=1))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """B×d to B×C×S×S."""
+        x = self.layers(self.linear(h).view(len(h), 512, self.start, self.start)).sigmoid()
+        cut = (x.shape[-1] - self.image_size) // 2
+        stop = cut + self.image_size
+        out: Tensor = x[..., cut:stop, cut:stop]
+        return out
+
+
+@dataclass(frozen=True)
+class FedAE(OneNetwork):
+    """Rebuild the image from its representation."""
+
+    paper: ClassVar[str] = "Autoencoder, averaged as in McMahan et al. 2017; a baseline of FedCA"
+    leaves: ClassVar[str] = (
+        "Encoder and decoder weights. The decoder turns representations back into images: whoever "
+        "gets a representation as well can look at the image. There is no formal privacy guarantee."
+    )
+    usual_augment: ClassVar[str] = "flip"
+
+    def network(self, ctx: Context) -> nn.Module:
+        """Backbone and decoder."""
+        decoder = Decoder(ctx.width, ctx.setup.channels, ctx.setup.image_size)
+        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), decoder=decoder))
+
+    def loss(self, net: nn.Module, batch: Batch) -> Tensor:
+        """Against the pixels as the encoder sees them, before normalisation."""
+        (view,) = batch.views(1)
+        return F.mse_loss(net(view), unit(view, batch.augment))

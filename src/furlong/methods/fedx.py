@@ -1,0 +1,89 @@
+"""FedX: unsupervised federated learning with cross knowledge distillation.
+
+Han et al., ECCV 2022 (arXiv 2207.09158), on SimCLR; definitions as in the paper and the authors'
+public code, which agree except where noted.
+
+    z = g(f(x)), y = p(z); z^G by the received network, which stays as it is; x₃ = other images
+    L = NT(z₁, z₂) + JS(z₁, z₂; z₃)  [local distillation]
+      + NT(y₁, z₂^G) + JS(y₁, y₂; z₃^G)  [global distillation]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from furlong.context import ClientContext, Context, ServerContext
+from furlong.errors import require
+from furlong.losses import nt_xent, relational
+from furlong.method import Local
+from furlong.methods.averaging import (
+    WEIGHTS_REVEAL,
+    Averaging,
+    Model,
+    backbone,
+    extended,
+    predicting,
+    projecting,
+)
+from furlong.weights import snapshot
+
+
+@dataclass(frozen=True)
+class FedX(Averaging[Model, None]):
+    """Contrast, and relate to other images, as oneself and as the global model does."""
+
+    paper: ClassVar[str] = (
+        "Han et al., FedX: Unsupervised Federated Learning with Cross Knowledge Distillation, "
+        "ECCV 2022"
+    )
+    leaves: ClassVar[str] = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+
+    temperature: float = 0.1
+    local_temperature: float = 0.1  # of the relations' mean, local (the code's ts) …
+    global_temperature: float = 0.1  # … and global (tt)
+    projection_head: str = "fedx_proj"
+    prediction_head: str = "fedx_pred"
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "local_temperature", "global_temperature"):
+            require(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0")
+
+    def network(self, ctx: Context) -> nn.Module:
+        """Backbone, projector and predictor in a row."""
+        predictor = predicting(self.projection_head, self.prediction_head, ctx)
+        return extended(projecting(self.projection_head, ctx), predictor=predictor)
+
+    def init_server(self, ctx: ServerContext) -> Model:
+        """A freshly initialised network."""
+        return Model(snapshot(self.network(ctx)))
+
+    def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
+        """Two views of a batch and one view of another, through both networks."""
+        net = ctx.network("net", lambda: self.network(ctx), down.weights)
+        received = ctx.network("received", lambda: self.network(ctx), down.weights).eval()
+        optimiser = ctx.optimiser(net)
+        for batch, others in zip(ctx.batches(), ctx.batches(), strict=True):
+            images = torch.cat([*batch.views(), *others.views(1)])
+            projected = net[:2](images)  # type: ignore[index]
+            predicted = net[2](projected)  # type: ignore[index]
+            with torch.no_grad():
+                taught = received[:2](images)  # type: ignore[index]
+            optimiser.step(self.loss(projected, predicted, taught))
+        return Local(state, Model(snapshot(net)), optimiser.metrics())
+
+    def loss(self, projected: Tensor, predicted: Tensor, taught: Tensor) -> Tensor:
+        """Of 3B×d each: first views, second views, other images."""
+        (z1, z2, z3), (y1, y2, _) = projected.chunk(3), predicted.chunk(3)
+        _, g2, g3 = taught.chunk(3)
+        t = self.temperature
+        own = nt_xent(z1, z2, t) + relational(z1, z2, z3, t, self.local_temperature)
+        return own + nt_xent(y1, g2, t) + relational(y1, y2, g3, t, self.global_temperature)
+
+    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
+        """The backbone."""
+        return backbone(server.weights, ctx)

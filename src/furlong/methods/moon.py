@@ -1,0 +1,100 @@
+"""MOON: model-contrastive federated learning (Li, He, Song, CVPR 2021), supervised.
+
+    L = CE(c(z), y) + μ·ℓ,   z = g(f(x)),
+    ℓ = -log( e^{cos(z, z_glob)/τ} / (e^{cos(z, z_glob)/τ} + e^{cos(z, z_prev)/τ}) )
+
+z_glob is the received model's projection, z_prev that of the client's own last model (before its
+first participation: the received one, which makes ℓ the constant ln 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from furlong.context import ClientContext, Context, ServerContext
+from furlong.errors import require
+from furlong.losses import moon_contrast
+from furlong.method import Local
+from furlong.methods.averaging import (
+    Averaging,
+    Model,
+    backbone,
+    extended,
+    filled,
+    projected_width,
+    projecting,
+)
+from furlong.methods.fedavg import LABELS_REVEAL
+from furlong.weights import snapshot
+
+
+@dataclass(frozen=True)
+class MOON(Averaging[Model, Model | None]):
+    """Learn the labels; stay nearer to the global model's view of an image than to one's own."""
+
+    paper: ClassVar[str] = "Li, He, Song, Model-Contrastive Federated Learning, CVPR 2021"
+    needs_labels: ClassVar[bool] = True
+    keeps: ClassVar[str] = "its last local model"
+    leaves: ClassVar[str] = (
+        f"Encoder, projector and classifier weights, never labels. {LABELS_REVEAL}"
+    )
+    usual_augment: ClassVar[str] = "flip_crop"
+
+    mu: float = 5.0
+    temperature: float = 0.5
+    projection_head: str = "moon_proj"
+
+    def __post_init__(self) -> None:
+        require(0 <= self.mu < inf, "mu", self.mu, "at least 0")
+        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
+
+    def network(self, ctx: Context) -> nn.Module:
+        """Backbone, projector and classifier in a row: images B×C×H×W to scores B×n."""
+        width = projected_width(self.projection_head, ctx)
+        classifier = nn.Linear(width, ctx.setup.classes)
+        return extended(projecting(self.projection_head, ctx), classifier=classifier)
+
+    def init_server(self, ctx: ServerContext) -> Model:
+        """A freshly initialised network."""
+        return Model(snapshot(self.network(ctx)))
+
+    def local_update(
+        self, state: Model | None, down: Model, ctx: ClientContext
+    ) -> Local[Model | None, Model]:
+        """Train the received network beside two frozen ones."""
+        net = ctx.network("net", lambda: self.network(ctx), down.weights)
+        received = ctx.network("received", lambda: self.network(ctx), down.weights).eval()
+        last = (down if state is None else state).weights
+        previous = ctx.network("previous", lambda: self.network(ctx), last).eval()
+        optimiser = ctx.optimiser(net)
+        for batch in ctx.batches():
+            (view,) = batch.views(1)
+            z = self.projections(net, view)
+            assert batch.labels is not None
+            loss = F.cross_entropy(net.get_submodule("classifier")(z), batch.labels)
+            if self.mu:
+                with torch.no_grad():
+                    z_glob, z_prev = (self.projections(n, view) for n in (received, previous))
+                loss = loss + self.mu * moon_contrast(z, z_glob, z_prev, self.temperature)
+            optimiser.step(loss)
+        trained = Model(snapshot(net))
+        return Local(trained, trained, optimiser.metrics())
+
+    def projections(self, net: nn.Module, view: Tensor) -> Tensor:
+        """Images B×C×H×W to B×d_z."""
+        z: Tensor = net.get_submodule("projector")(net.get_submodule("backbone")(view))
+        return z
+
+    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
+        """The backbone."""
+        return backbone(server.weights, ctx)
+
+    def classifier(self, server: Model, ctx: ServerContext) -> nn.Module:
+        """The whole network."""
+        return filled(self.network(ctx), server.weights)
