@@ -22,7 +22,7 @@ from furlong.checkpoint import write_atomically
 from furlong.data.augment import preset
 from furlong.errors import FurlongError
 from furlong.nets import build_encoder
-from furlong.payload import PayloadError, pack_tensors, unpack_tensors
+from furlong.payload import PayloadError, Weights, pack_tensors, unpack_tensors
 from furlong.weights import restore, snapshot
 
 
@@ -145,23 +145,54 @@ class RunFolder:
 def load_encoder(run: str | os.PathLike[str]) -> nn.Module:
     """The encoder of a finished run, in eval mode: float images B×C×H×W in, h B×d out.
 
-    Its attribute ``transform`` turns uint8 images B×C×H×W into what it expects. An encoder of your
-    own (``file.py:factory``) is imported as encoder.json says: open only folders you trust.
+    ``run`` is a run folder, or a file that ``furlong export --to safetensors`` wrote. The attribute
+    ``transform`` turns uint8 images B×C×H×W into what the encoder expects. An encoder of your own
+    (``file.py:factory``) is imported as encoder.json says: open only folders you trust. A file,
+    which people pass on, may not name code.
     """
-    folder = RunFolder(Path(run))
-    about = folder.read("encoder.json")
-    path = folder.path / "encoder.safetensors"
-    if about is None or not path.exists():
-        raise FurlongError(
-            f"{folder.path} has no encoder yet. Is it a run folder, and has the run finished? "
-            f"'furlong resume {folder.path}' goes on with an interrupted one."
-        )
+    about, weights = read_encoder(run)
     try:
-        name, channels, size = about["encoder"], about["channels"], about["image_size"]
-        transform = preset(about["augment"], size).plain
+        name, channels, size = str(about["encoder"]), int(about["channels"]), about["image_size"]
+        transform = preset(str(about["augment"]), int(size)).plain
     except KeyError as error:
-        raise FurlongError(f"{folder.path / 'encoder.json'} lacks {error}.") from None
-    encoder = build_encoder(name, channels, size)
-    folder.load_weights("encoder", encoder)
+        raise FurlongError(f"{run} does not say the encoder's {error}.") from None
+    except (TypeError, ValueError) as error:
+        raise FurlongError(f"{run} does not describe an encoder: {error}.") from None
+    if ":" in name and Path(run).is_file():
+        raise FurlongError(
+            f"{run} holds the encoder {name}, which is made by somebody's code. A file must not "
+            "decide what is run: open the run folder, or make the encoder yourself and load the "
+            "weights with safetensors."
+        )
+    encoder = build_encoder(name, channels, int(size))
+    try:
+        restore(encoder, weights)
+    except ValueError as error:
+        raise FurlongError(
+            f"{run} does not hold a {type(encoder).__name__}, as {name} is: {error}"
+        ) from None
     encoder.transform = transform  # type: ignore[assignment]
     return encoder.eval()
+
+
+def read_encoder(run: str | os.PathLike[str]) -> tuple[dict[str, Any], Weights]:
+    """What encoder.json says, and the weights; of a run folder or of an exported file."""
+    place = Path(run)
+    about: dict[str, Any] | None = None
+    path = place
+    if not place.is_file():
+        about, path = RunFolder(place).read("encoder.json"), place / "encoder.safetensors"
+        if about is None or not path.exists():
+            raise FurlongError(
+                f"{place} has no encoder yet. Is it a run folder, and has the run finished? "
+                f"'furlong resume {place}' goes on with an interrupted one."
+            )
+    try:
+        weights, metadata = unpack_tensors(bytearray(path.read_bytes()))
+    except OSError as error:
+        raise FurlongError(f"cannot read {path}: {error.strerror}") from None
+    except PayloadError as error:
+        raise FurlongError(
+            f"{path} is damaged, or not a safetensors file of furlong: {error}"
+        ) from None
+    return (metadata if about is None else about), weights
