@@ -30,6 +30,13 @@ EXTRAS: dict[str, dict[str, Any]] = {  # what a method needs to be run at all, o
         "method.dictionary": 12,
     },
     "fcl": {"method.bank": 16, "method.neighbours": 3},
+    "fedswav": {"method.prototypes": 6, "method.queue": 16},
+    "orchestra": {
+        "method.memory": 16,
+        "method.local_clusters": 4,
+        "method.global_clusters": 8,
+        "method.server_steps": 5,
+    },
     "mfcl": {"method.server_epochs": 2, "method.pairs_per_client": 8, "method.server_lr": 0.5},
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from furlong.assemble import Prepared
-from furlong.context import ClientContext, Exchange, Networks
+from furlong.context import ClientContext, Exchange, Networks, Shard
 from furlong.engines.inprocess import BlobStore, InProcess
 from furlong.federation import Federation
 from furlong.method import Local
@@ -34,6 +34,11 @@ def finish(
             state = result.server
         clients = {c: bytes(packed) for c, packed in transport.store.items()}
     return bytes(pack(state)), clients
+
+
+def shard(p: Prepared, client: int) -> Shard:
+    """What an engine gives the client."""
+    return p.federation.shard(client, labels=p.method.needs_labels)
 
 
 def test_same_seed_same_bits_and_workers_agree(prepared: Any, name: str) -> None:
@@ -63,9 +68,7 @@ def test_inputs_are_not_mutated(prepared: Any, name: str) -> None:
     store = BlobStore(1 << 30)
     reports = []
     for client in p.federation.clients:
-        local = ClientContext(
-            p.setup, exchange, Networks(), client=client, data=p.federation.shard(client)
-        )
+        local = ClientContext(p.setup, exchange, Networks(), client=client, data=shard(p, client))
         reports.append(run_client(p.method, down, local, store))
     uploads = [pack(r) for r in reports]
     p.method.aggregate(server, reports, ctx)
@@ -78,7 +81,7 @@ def test_inputs_are_not_mutated(prepared: Any, name: str) -> None:
         state = unpack(kept).state
         again = pack(state)
         local = ClientContext(
-            p.setup, p.server.exchanges()[1], Networks(), client=0, data=p.federation.shard(0)
+            p.setup, p.server.exchanges()[1], Networks(), client=0, data=shard(p, 0)
         )
         with torch.random.fork_rng():
             p.method.local_update(state, down, local)
@@ -104,7 +107,7 @@ def test_uploads_look_as_expected(prepared: Any, name: str) -> None:
     server = p.server.init()
     exchange = p.server.exchanges()[0]
     ctx = p.server.context(exchange)
-    local = ClientContext(p.setup, exchange, Networks(), client=0, data=p.federation.shard(0))
+    local = ClientContext(p.setup, exchange, Networks(), client=0, data=shard(p, 0))
     report = run_client(p.method, p.method.download(server, 0, ctx), local, BlobStore(1 << 30))
     expected = p.method.expected(server, 0, ctx)
     assert p.server.guard.check(report, expected, exchange, 0) is None
@@ -150,9 +153,7 @@ def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> No
         ctx = p.server.context(exchange)
         reports = []
         if exchange.clients != ():  # else it is the server's own work
-            local = ClientContext(
-                p.setup, exchange, Networks(), client=1, data=p.federation.shard(1)
-            )
+            local = ClientContext(p.setup, exchange, Networks(), client=1, data=shard(p, 1))
             reports = [run_client(p.method, p.method.download(state, 1, ctx), local, store)]
         with p.server.computing(exchange.index):
             state = p.method.aggregate(state, reports, ctx)

@@ -130,8 +130,10 @@ def test_fedu_for_a_resnet18(furlong_: Call) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_one_method_in_words(furlong_: Call, name: str) -> None:
     text = furlong_("methods", name, "--encoder", "small").out
-    for word in ("paper:", "stays on the client:", "leaves the client:", "params", "small_proj"):
+    for word in ("paper:", "stays on the client:", "leaves the client:", "params"):
         assert word in text
+    fields = furlong_("methods", name, "--encoder", "small", "--json").json["fields"]
+    assert fields.get("projection_head", "small_proj") == "small_proj"
     found = furlong_("methods", name, "--encoder", "small", "--json").json["bytes"]
     for ways in found.values():
         assert sum(count for _, count in ways["up"].values()) > 300_000
@@ -231,10 +233,10 @@ def test_partition_depends_on_the_seed(furlong_: Call) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("methods fedv", "unknown method 'fedv'. Did you mean 'fedu'?"),
+        ("methods fedemma", "unknown method 'fedemma'. Did you mean 'fedema'?"),
         ("methods fedu --encoder resnet19", "resnet18"),
         ("methods fedu --method.threshold 1", "'furlong methods' takes no --method.threshold"),
-        ("run --method fedv", "unknown method 'fedv'. Did you mean 'fedu'?"),
+        ("run --method fedemma", "unknown method 'fedemma'. Did you mean 'fedema'?"),
         ("run --clinets 3", "--clients"),
         ("run --rounds many", "--rounds"),
         ("run --rounds 0", "train.rounds is 0; it must be at least 1"),

@@ -44,7 +44,7 @@ def options(**overrides: Any) -> Config:
         ({}, {"optimiser.lrr": 3}, ["unknown key optimiser.lrr", "'lr'"]),
         ({}, {"optimiser.": 3}, ["unknown key optimiser."]),
         ({}, {"": 3}, ["unknown option --", "Valid:"]),
-        ({}, {"method": "fedv"}, ["unknown method 'fedv'", "'fedu'"]),
+        ({}, {"method": "fedemma"}, ["unknown method 'fedemma'", "'fedema'"]),
         ({}, {"method": "fedsimclr", "method.threshold": 1}, ["method.threshold", "temperature"]),
     ],
 )

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def test_new_method_in_at_most_sixty_lines(prepared: Any) -> None:
     path = EXAMPLES / "new_method.py"
     assert len(path.read_text().splitlines()) <= 60
-    p = prepared(f"{path}:FedBarlow")
+    p = prepared(f"{path}:FedUniform")
 
     def finish(workers: int) -> bytes:
         with InProcess(p.method, p.federation, p.setup, workers) as transport:

@@ -23,7 +23,8 @@ from furlong.losses import _matching_entropy, info_nce, neighbourhood_matching
 from furlong.method import Report
 from furlong.methods import fcl
 from furlong.methods.bank import enqueue, new_bank
-from furlong.methods.fcl import FCL, Down, Up, untracked
+from furlong.methods.fcl import FCL, Down, Up
+from furlong.nets import untracked
 from furlong.payload import flatten, pack, traffic, unpack
 from furlong.rounds import Server, run_client, seeded, threads
 

@@ -30,7 +30,7 @@ FEDERATION = {
     "cli",
     "demo",
 }
-LEAVES = {"losses", "clustering", "weights", "payload", "nets", "metrics"}
+LEAVES = {"aggregation", "losses", "clustering", "weights", "payload", "nets", "metrics"}
 LEAVES |= {"errors", "figures", "words", "peernorm", "sensor", "optim", "instahide", "ondisk"}
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
+from furlong.aggregation import Average
 from furlong.config import from_tree
 from furlong.context import ClientContext, Networks
 from furlong.errors import FurlongError
@@ -207,7 +209,8 @@ def report(client: int, examples: int, **weights: Any) -> Report[Model]:
 
 def aggregate(policy: Any, *reports: Report[Model]) -> dict[str, torch.Tensor]:
     server = Model({k: torch.zeros_like(v) for k, v in reports[0].upload.weights.items()})
-    return OnlyAverage(bn_stats=policy).aggregate(server, iter(reports), None).weights  # type: ignore[arg-type]
+    ctx: Any = SimpleNamespace(combining=Average)
+    return OnlyAverage(bn_stats=policy).aggregate(server, iter(reports), ctx).weights
 
 
 def test_weighted_mean_is_renormalised_over_participants() -> None:

@@ -17,7 +17,7 @@ from furlong.experiment import run as run_config
 from furlong.federation import Federation
 from furlong.method import Local, Method, Report
 from furlong.methods import METHODS
-from furlong.methods.averaging import Averaging, Model
+from furlong.methods.averaging import Averaging, Model, OneNetwork
 from furlong.payload import payload
 from furlong.runfolder import load_encoder
 
@@ -31,6 +31,7 @@ __all__ = [
     "Local",
     "Method",
     "Model",
+    "OneNetwork",
     "Partition",
     "Report",
     "Run",

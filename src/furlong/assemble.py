@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from furlong.federation import Federation
 from furlong.guard import Guard
 from furlong.method import Method
 from furlong.methods.alone import Alone
+from furlong.methods.ruled import Ruled
 from furlong.metrics import beta_cib, beta_hetero, expected_false_negatives
 from furlong.nets import build_encoder, evaluating, out_dim
-from furlong.payload import traffic
-from furlong.rounds import Server, seed_of, seeded, shuffled, threads
+from furlong.payload import is_buffer, split_weights, traffic
+from furlong.rounds import Server, cohort_size, seed_of, seeded, shuffled, threads
 from furlong.weights import recalibrate
 
 HOLDOUT = 0.1  # of a labelled set that has no test split
@@ -62,18 +64,28 @@ class Prepared:
 
     def encoders(self, state: Any) -> dict[str, nn.Module]:
         """Whose encoder -> encoder, ready for evaluation."""
+        return self._made(lambda method, own, ctx: method.encoder(own, ctx), state)
+
+    def classifiers(self, state: Any) -> dict[str, nn.Module]:
+        """Whose classifier -> classifier, of a method that learns from labels."""
+        if not self.method.needs_labels:
+            return {}
+        return self._made(lambda method, own, ctx: method.classifier(own, ctx), state)
+
+    def _made(self, make: Callable[..., nn.Module | None], state: Any) -> dict[str, nn.Module]:
         ctx = self.server.context(Exchange(round=self.setup.rounds))
         with threads(), seeded(self.setup.device, self.setup.seed, "encoder"):
             if isinstance(self.method, Alone):
-                every = self.method.encoders(state, ctx)
-                found = {f"client {k} alone": encoder for k, encoder in every.items()}
+                every = self.method.each(make, state, ctx)
+                made = {f"client {k} alone": module for k, module in every.items()}
             else:
-                found = {who(self.config): self.method.encoder(state, ctx)}
-            for encoder in found.values() if self.method.bn_stats == "recalibrate" else ():
+                made = {who(self.config): make(self.method, state, ctx)}
+            found = {name: module for name, module in made.items() if module is not None}
+            for module in found.values() if self.method.bn_stats == "recalibrate" else ():
                 rows = shuffled(len(self.train), self.setup.seed, "recalibrate")
                 pixels = self.train.pixels[rows[: self.config.evaluate.monitor_images]]
                 batches = map(self.setup.augment.plain, torch.split(pixels, 500))
-                recalibrate(encoder, batches)
+                recalibrate(module, batches)
         return found
 
 
@@ -206,6 +218,16 @@ def _architecture(settings: Config, method: Method[Any, Any, Any, Any]) -> str:
     return method.architecture(name if norm == "bn" else f"{name}+{norm}")
 
 
+def _ruled(
+    method: Method[Any, Any, Any, Any], settings: Config, clients: int
+) -> Method[Any, Any, Any, Any]:
+    """The method under the server's rule, if a round has clients enough for it."""
+    if settings.server.rule == "mean":
+        return method
+    settings.server.check_cohort(cohort_size(clients, settings.train.fraction))
+    return Ruled(method, settings.server)
+
+
 def prepare(settings: Config, *, training: bool = True) -> Prepared:
     """Read the data, split it, build the method; without public images if nothing is trained."""
     train, test, notes = load_data(settings)
@@ -221,6 +243,13 @@ def prepare(settings: Config, *, training: bool = True) -> Prepared:
         federation = federation.pooled()
     elif settings.run.bound == "single":
         method = Alone(method)
+    if settings.run.bound == "none":
+        method = _ruled(method, settings, len(federation.clients))
+    elif settings.server.rule != "mean":
+        notes.append(
+            f"server.rule = {settings.server.rule} plays no part: with bound = "
+            f"{settings.run.bound} there is nothing to merge"
+        )
     if method.needs_labels and train.labels is None:
         raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
     if method.caution and training:
@@ -316,7 +345,7 @@ def without_data(
     settings: Config, sizes: dict[int, int], channels: int = 3, image_size: int = 32
 ) -> Server[Any, Any, Any]:
     """The server of a run whose clients hold ``sizes`` images, for predicting what is sent."""
-    method = settings.make_method()
+    method = _ruled(settings.make_method(), settings, len(sizes))
     train, name = settings.train, _architecture(settings, method)
     with torch.random.fork_rng(devices=[]):
         width = out_dim(build_encoder(name, channels, image_size), channels, image_size)
@@ -345,15 +374,22 @@ def flows(
     By kind of exchange; where later exchanges of a kind send something else, they follow apart.
     """
     settings = from_tree({}, {"method": method, "encoder": encoder, "rounds": 2}, "options")
-    server = without_data(settings, dict.fromkeys(range(5), 1000), channels, image_size)
-    made = server.method
+    return sent_by(without_data(settings, dict.fromkeys(range(5), 1000), channels, image_size))
+
+
+def sent_by(server: Server[Any, Any, Any]) -> dict[str, dict[str, Any]]:
+    """What goes down to and up from the first client of a run, as :func:`flows` gives it."""
+    made, first = server.method, min(server.setup.sizes)
     found: dict[str, dict[str, Any]] = {}
     with server.computing("init"):
         state = made.outline(None, [], server.context(Exchange(round=0)))
     for exchange in server.exchanges():
         ctx = server.context(exchange)
         if exchange.clients != ():
-            flow = {"down": made.download(state, 0, ctx), "up": made.expected(state, 0, ctx)}
+            up = made.expected(state, first, ctx)
+            if made.bn_stats == "local":
+                up = split_weights(up, is_buffer)[0]
+            flow = {"down": made.download(state, first, ctx), "up": up}
             before = found.setdefault(exchange.kind, flow)
             if [traffic(v) for v in flow.values()] != [traffic(v) for v in before.values()]:
                 found.setdefault(f"{exchange.kind}, later", flow)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import tomli_w
 
+from furlong.aggregation import ServerSettings
 from furlong.context import OptimiserSettings
 from furlong.errors import FurlongError, nearest
 from furlong.evaluate.linear import RECIPES
@@ -96,6 +97,7 @@ class Config:
     model: ModelSettings = ModelSettings()
     train: TrainSettings = TrainSettings()
     optimiser: OptimiserSettings = field(default_factory=OptimiserSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
     evaluate: EvaluateSettings = EvaluateSettings()
     run: RunSettings = RunSettings()
 
@@ -110,7 +112,11 @@ class Config:
         return tomli_w.dumps(_without_none(asdict(self)))
 
 
-SMALL_HEADS = {"projection_head": "small_proj", "prediction_head": "small_pred"}
+SMALL_HEADS = {
+    "projection_head": "small_proj",
+    "prediction_head": "small_pred",
+    "decoder_width": 64,
+}
 SHORT = {
     "method": "method.name",
     "data": "data.name",
@@ -159,7 +165,10 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
         merged[section] = dict(table)
     other = overrides.get("method", overrides.get("method.name"))
     if other is not None and other != merged.get("method", {}).get("name"):
-        merged.pop("method", None)  # the file's fields are those of another method
+        old = merged.pop("method", {})  # the file's fields are those of another method
+        for row in (METHODS.get(str(old.get("name"))), METHODS.get(str(other))):
+            for key in row.server if row else ():  # as is what its name says of the server
+                merged.get("server", {}).pop(key, None)
     if overrides.get("encoder", overrides.get("model.encoder")) == "small":
         for key in SMALL_HEADS:  # the file's are for a larger encoder
             merged.get("method", {}).pop(key, None)
@@ -171,12 +180,13 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
             wrong = section if dot else name
             raise FurlongError(f"unknown option --{name}. {nearest(wrong, valid)}")
         merged.setdefault(section, {})[key.replace("-", "_")] = value
+    method = {"name": "fedu", **merged.get("method", {})}
+    merged["server"] = _resolve_server(str(method["name"]), merged.get("server", {}), where)
     hints = get_type_hints(Config)
     parts = {
         section: build(hints[section], merged.get(section, {}), section, where)
         for section in sections - {"method"}
     }
-    method = {"name": "fedu", **merged.get("method", {})}
     config = Config(method=_resolve_method(method, parts["model"].encoder, where), **parts)
     _check(config)
     return config
@@ -206,6 +216,18 @@ def _resolve_method(given: dict[str, Any], encoder: str, where: str) -> dict[str
         defaults |= {key: value for key, value in SMALL_HEADS.items() if key in known}
     method = build(row.cls, {**defaults, **given}, "method", where)
     return {"name": name, **{f: getattr(method, f) for f in known}}
+
+
+def _resolve_server(name: str, given: dict[str, Any], where: str) -> dict[str, Any]:
+    """The server's settings with those that the method's name stands for."""
+    fixed = method_row(name).server
+    for key, value in fixed.items():
+        if given.get(key, value) != value:
+            raise FurlongError(
+                f"{where}: server.{key} is {given[key]!r}, but method {name} means {value!r}. "
+                "Leave it out, or choose another method."
+            )
+    return {**fixed, **given}
 
 
 def build(cls: type[T], values: Mapping[str, Any], section: str, where: str = "options") -> T:

@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from furlong.aggregation import Average, Combiner
 from furlong.data.augment import Recipe
 from furlong.data.images import ImageSet
 from furlong.nets import build_encoder
 from furlong.optim import LARS
 from furlong.payload import Weights
-from furlong.weights import restore
+from furlong.weights import BatchNormPolicy, restore
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ class Optimiser:
             self.torch = torch.optim.SGD(
                 trainable, lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
             )
+            # fused SGD wants the momentum of all parameters or of none, and one that is frozen at
+            # first gets its gradient later than the others; a momentum of 0 is the same as none
+            for parameter in trainable if settings.momentum else ():
+                self.torch.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         self._losses: list[Tensor] = []
 
     def step(self, loss: Tensor) -> None:
@@ -251,6 +256,8 @@ class ServerContext(Context):
     workspace: Callable[[], Path]  # a folder for what is too large for the server's state
     tell: Callable[[str], None] = lambda _: None  # a word to the user during long work
     metrics: dict[str, float] = field(default_factory=dict)  # the server's own, for the log
+    # makes what merges the clients' answers by the run's rule ([server]): the mean, if no other
+    combining: Callable[[BatchNormPolicy], Combiner[Any]] = Average
 
 
 @dataclass(kw_only=True)

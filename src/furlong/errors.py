@@ -18,7 +18,7 @@ def nearest(word: str, options: Iterable[str]) -> str:
     return f"{hint}Valid: {', '.join(names)}."
 
 
-def require(holds: bool, name: str, value: object, rule: str) -> None:
+def require(holds: bool, name: str, value: object, rule: str, section: str = "method") -> None:
     """Refuse a setting that cannot work, e.g. ``require(t > 0, "temperature", t, "above 0")``."""
     if not holds:
-        raise FurlongError(f"method.{name} is {value}; it must be {rule}")
+        raise FurlongError(f"{section}.{name} is {value}; it must be {rule}")

@@ -80,7 +80,7 @@ class Evaluator:
         with threads(self._prepared.workers):
             return self._knn(*self._embed(encoder, self._settings.monitor_images))
 
-    def final(self, encoder: nn.Module) -> dict[str, float]:
+    def final(self, encoder: nn.Module, classifier: nn.Module | None = None) -> dict[str, float]:
         """Protocol -> accuracy, on all images."""
         with threads(self._prepared.workers):
             embedded = self._embed(encoder, None)
@@ -92,7 +92,17 @@ class Evaluator:
                     seed=self._prepared.setup.seed,
                     n_classes=self._prepared.train.n_classes,
                 ).accuracy
+            if classifier is not None:
+                found["classifier"] = self._right(classifier)
         return found
+
+    def _right(self, classifier: nn.Module) -> float:
+        """The share of test images whose highest score is their class's."""
+        images, setup = self._prepared.test, self._prepared.setup
+        assert images is not None
+        assert images.labels is not None
+        scores = features(classifier.to(setup.device), images.pixels, setup.augment.plain)
+        return float((scores.argmax(dim=1) == images.labels).double().mean())
 
     def _embed(
         self, encoder: nn.Module, limit: int | None
@@ -270,7 +280,8 @@ def _go(
     encoders = prepared.encoders(state)
     summary = _summary(prepared, counters, state)
     if evaluator.possible:
-        summary["results"] = _results(evaluator, {"random": random_encoder, **encoders})
+        whose = {"random": random_encoder, **encoders}
+        summary["results"] = _results(evaluator, whose, prepared.classifiers(state))
     first = next(iter(encoders.values()))
     setup = prepared.setup
     folder.save_encoder(
@@ -305,11 +316,16 @@ def _monitor(
     return sum(scores) / len(scores)
 
 
-def _results(evaluator: Evaluator, encoders: Mapping[str, nn.Module]) -> list[dict[str, Any]]:
+def _results(
+    evaluator: Evaluator,
+    encoders: Mapping[str, nn.Module],
+    classifiers: Mapping[str, nn.Module] | None = None,
+) -> list[dict[str, Any]]:
+    own = classifiers or {}
     rows: list[dict[str, Any]] = [
         {"who": name, "protocol": protocol, "labels": 1.0, "accuracy": accuracy}
         for name, encoder in encoders.items()
-        for protocol, accuracy in evaluator.final(encoder).items()
+        for protocol, accuracy in evaluator.final(encoder, own.get(name)).items()
     ]
     for protocol in sorted({row["protocol"] for row in rows}):
         alone = [

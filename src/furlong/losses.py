@@ -3,10 +3,12 @@
 Embeddings need not be normalised: most functions look at directions only, so that scaling a row by
 a positive number changes nothing and gradients are orthogonal to the rows. The others
 (``alignment_loss``, ``barlow_twins``, ``vicreg``) say what they look at.
+``swapped_prediction`` gets similarities instead of embeddings.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -148,22 +150,26 @@ def vicreg(z1: Tensor, z2: Tensor, invariance: float, variance: float, covarianc
 
 
 def relational(
-    z1: Tensor, z2: Tensor, anchors: Tensor, temperature: float, target_temperature: float
+    z1: Tensor,
+    z2: Tensor,
+    anchors: Tensor,
+    temperature: float,
+    target_temperature: float,
+    reverse: bool = False,
 ) -> Tensor:
     """FedX's relational loss (Han et al. 2022): two views relate to other images in the same way.
 
-    ``z1``, ``z2``: B×d; ``anchors``: A×d. A view's relation is its softmax over its cosines with
-    the anchors; the loss is the mean divergence KL(m‖r) of both views' relations r from their
-    mean m. With equal temperatures it is the Jensen-Shannon divergence. Gradients flow through m
-    too, as in the authors' code.
+    ``z1``, ``z2``: B×d; ``anchors``: A×d. A view's relation r is its softmax over its cosines with
+    the anchors, m the mean of both views' relations at ``target_temperature``. The loss is the mean
+    of KL(r‖m), which is the Jensen-Shannon divergence if the temperatures are equal, or of KL(m‖r)
+    if ``reverse``. Gradients flow through m too.
     """
     anchors = F.normalize(anchors, dim=1)
-    cosines = [F.normalize(z, dim=1) @ anchors.T for z in (z1, z2)]
-    mean = torch.stack([(c / target_temperature).softmax(dim=1) for c in cosines]).mean(0)
-    parts = [
-        F.kl_div((c / temperature).log_softmax(dim=1), mean, reduction="batchmean") for c in cosines
-    ]
-    return (parts[0] + parts[1]) / 2
+    cosines = torch.stack([F.normalize(z, dim=1) @ anchors.T for z in (z1, z2)])
+    relations = (cosines / temperature).log_softmax(dim=2)
+    mean = (cosines / target_temperature).log_softmax(dim=2).logsumexp(dim=0) - math.log(2)
+    first, second = (mean.expand_as(relations), relations) if reverse else (relations, mean)
+    return (first.exp() * (first - second)).sum(dim=2).mean()
 
 
 def moon_contrast(z: Tensor, received: Tensor, previous: Tensor, temperature: float) -> Tensor:
@@ -175,3 +181,44 @@ def moon_contrast(z: Tensor, received: Tensor, previous: Tensor, temperature: fl
     near = F.cosine_similarity(z, received.detach(), dim=1)
     far = F.cosine_similarity(z, previous.detach(), dim=1)
     return F.softplus((far - near) / temperature).mean()
+
+
+def swapped_prediction(scores: Tensor, codes: Tensor, temperature: float) -> Tensor:
+    """SwAV's loss (Caron et al. 2020): each view predicts the code of the other.
+
+    ``scores``: 2×B×P similarities of two views to P prototypes; ``codes``: 2×B×P, rows that sum to
+    1, constants. Mean over views and images of the cross entropy.
+    """
+    predicted = (scores / temperature).log_softmax(2)
+    return -(codes.detach().flip(0) * predicted).sum(2).mean()
+
+
+IGNORED = -100
+"""The cluster of an image that was not clustered."""
+
+
+def cluster_cross_entropy(
+    z: Tensor, prototypes: Tensor, assigned: Tensor, temperature: float
+) -> Tensor:
+    """DeepCluster-v2's loss (Caron et al. 2020): each row picks its cluster's prototype.
+
+    ``z``: B×d; ``prototypes``: P×d, constants; ``assigned``: int64 B, 0 … P−1 or IGNORED. Mean over
+    the rows that have a cluster, 0 if none has.
+    """
+    logits = F.normalize(z, dim=1) @ F.normalize(prototypes.detach(), dim=1).T / temperature
+    total = F.cross_entropy(logits, assigned, ignore_index=IGNORED, reduction="sum")
+    return total / (assigned != IGNORED).sum().clamp(min=1)
+
+
+def cluster_agreement(
+    online: Tensor, target: Tensor, centroids: Tensor, temperature: float
+) -> Tensor:
+    """Orchestra's loss (Lubana et al. 2022): the online network predicts the target's clusters.
+
+    ``online``, ``target``: B×d, two views; ``centroids``: G×d. The batch mean of −Σ t·log s with
+    t, s = softmax of the similarities to the centroids. Only ``online`` gets a gradient.
+    """
+    centroids = F.normalize(centroids.detach(), dim=1)
+    wanted = (F.normalize(target.detach(), dim=1) @ centroids.T / temperature).softmax(1)
+    found = (F.normalize(online, dim=1) @ centroids.T / temperature).log_softmax(1)
+    return -(wanted * found).sum(1).mean()

@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from furlong.errors import FurlongError, nearest
 
@@ -342,6 +343,19 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in flags:
             part.training = training
+
+
+@contextmanager
+def untracked(module: nn.Module) -> Iterator[None]:
+    """Inside, BatchNorm normalises by the batch and leaves its running statistics alone."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
 
 
 def out_dim(encoder: nn.Module, in_channels: int = 3, image_size: int = 32) -> int:

@@ -1,25 +1,52 @@
-"""Tensors in files, mapped into memory: for what is too large to be held."""
+"""Files that are whole or absent; tensors in files, mapped into memory."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from furlong.errors import FurlongError
+from furlong.words import size
 
 
 def require_space(folder: Path, needed: int) -> None:
     """An error now instead of a full disk later."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise FurlongError(
-            f"{folder} has {free / 1e9:.1f} GB free; {needed / 1e9:.1f} GB are needed there."
-        )
+        raise FurlongError(f"{folder} has {size(free)} free; {size(needed)} are needed there.")
+
+
+def require_free(path: Path, force: bool) -> None:
+    """Refuse to replace a file unasked, before the work that would fill it is done."""
+    if path.is_dir():
+        raise FurlongError(f"{path} is a folder: name a file in it with --out.")
+    if path.exists() and not force:
+        raise FurlongError(f"{path} is there already: --force replaces it, --out names another.")
+
+
+@contextmanager
+def replacing(path: Path, force: bool = False) -> Iterator[Path]:
+    """The path of a draft beside ``path``, which takes its place once it has been written."""
+    require_free(path, force)
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        raise FurlongError(f"cannot write {path}: {error.strerror or error}.") from None
+    finally:
+        if draft.exists():
+            draft.unlink()
 
 
 def write(path: Path, tensor: Tensor) -> None:
@@ -42,9 +69,9 @@ def write(path: Path, tensor: Tensor) -> None:
 
 def mapped(path: Path, shape: tuple[int, ...]) -> Tensor:
     """The stored tensor as a view of the file: rows come from disk when they are used."""
-    size = math.prod(shape)
-    if not path.exists() or path.stat().st_size != 4 * size:
+    count = math.prod(shape)
+    if not path.exists() or path.stat().st_size != 4 * count:
         raise FurlongError(f"{path} is missing or damaged; the run cannot go on without it.")
-    if not size:
+    if not count:
         return torch.empty(shape)
-    return torch.from_file(str(path), shared=False, size=size).view(shape)
+    return torch.from_file(str(path), shared=False, size=count).view(shape)

@@ -127,14 +127,19 @@ def shuffled(n: int, *parts: object) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(*parts)))
 
 
+def cohort_size(clients: int, fraction: float) -> int:
+    """max(1, ⌊fraction·M⌋)."""
+    return max(1, int(fraction * clients + 1e-9))
+
+
 def draw_cohort(seed: int, exchange: Exchange, clients: list[int], fraction: float) -> list[int]:
-    """max(1, ⌊fraction·M⌋ ) clients, a function of (seed, round), ascending."""
+    """:func:`cohort_size` clients, a function of (seed, round), ascending."""
     if exchange.clients is not None:
         return [client for client in clients if client in exchange.clients]
     if fraction >= 1:
         return clients
-    size = max(1, int(fraction * len(clients) + 1e-9))
-    chosen = shuffled(len(clients), seed, "cohort", exchange.round)[:size]
+    chosen = shuffled(len(clients), seed, "cohort", exchange.round)
+    chosen = chosen[: cohort_size(len(clients), fraction)]
     return [clients[i] for i in sorted(chosen.tolist())]
 
 

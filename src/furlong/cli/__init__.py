@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from furlong.cli import asking, measuring, training
+from furlong.cli import asking, measuring, training, using
 from furlong.cli.common import app, dotted, err
 from furlong.errors import FurlongError
 
-__all__ = ["app", "asking", "main", "measuring", "take_dotted", "training"]
+__all__ = ["app", "asking", "main", "measuring", "take_dotted", "training", "using"]
 
 TAKE_SETTINGS = ("run", "resume", "evaluate", "partition", "cost")
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.markup import escape
 from rich.table import Table
 
-from furlong import assemble, config
+from furlong import assemble, catalogue, config
 from furlong.cli.common import app, console, dotted, err
 from furlong.cost import Cost, predict
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
-from furlong.payload import Traffic, parts
+from furlong.payload import Traffic
 from furlong.words import size
 
 
@@ -114,6 +115,7 @@ def methods(
     *,
     encoder: str = "resnet18",
     as_json: Annotated[bool, Parameter("--json")] = False,
+    markdown: bool = False,
 ) -> None:
     """List the methods, or one method's fields, state, and what leaves a client.
 
@@ -125,58 +127,74 @@ def methods(
         The encoder for which bytes are counted (32-pixel images).
     as_json
         Print JSON.
+    markdown
+        Print the page docs/methods.md.
     """
-    if name is None:
-        rows = {n: {"family": r.family, "paper": r.paper} for n, r in METHODS.items()}
-        if as_json:
-            print(json.dumps(rows))
-            return
-        table = Table("method", "family", "paper")
-        for listed, about in rows.items():
-            table.add_row(listed, about["family"], about["paper"])
-        console.print(table)
+    if markdown:
+        print(catalogue.page(), end="")
+    elif name is None:
+        _list_methods(as_json)
+    else:
+        _one_method(name, encoder, as_json)
+
+
+def _list_methods(as_json: bool) -> None:
+    entries = [catalogue.entry(listed) for listed in METHODS]
+    if as_json:
+        print(json.dumps({e.name: _facts(e) for e in entries}))
         return
-    row = config.method_row(name)
-    resolved = config.from_tree({}, {"method": name, "encoder": encoder}, "options").method
+    for family in dict.fromkeys(e.family for e in entries):
+        table = Table(title=family, title_justify="left", box=None, show_header=False)
+        table.add_column(style="bold", min_width=10)
+        table.add_column(style="dim")
+        for e in entries:
+            if e.family == family:
+                table.add_row(e.name, "paper", escape(e.paper))
+                table.add_row("", "keeps", escape(e.keeps))
+                table.add_row("", "uploads", escape(e.uploads))
+                if e.needs != "nothing":
+                    table.add_row("", "needs", e.needs)
+        console.print(table)
+    console.print("furlong methods NAME: options, bytes, what leaves a client, known criticism")
+
+
+def _facts(e: catalogue.Entry) -> dict[str, Any]:
+    return {k: v for k, v in asdict(e).items() if k not in ("name", "options")}
+
+
+def _one_method(name: str, encoder: str, as_json: bool) -> None:
+    e = catalogue.entry(name, encoder)
     sent = {
-        kind: {way: _grouped(value) for way, value in flow.items()}
-        for kind, flow in assemble.flows(name, encoder).items()
+        kind: {way: catalogue.grouped(value) for way, value in flow.items()}
+        for kind, flow in catalogue.sent(name, encoder).items()
     }
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "name": name,
-                    "paper": row.paper,
-                    "fields": resolved,
-                    "keeps": row.cls.keeps,
-                    "leaves": row.cls.leaves,
-                    "caution": row.cls.caution,
-                    "bytes": {
-                        kind: {w: {"/".join(k): v for k, v in g.items()} for w, g in ways.items()}
-                        for kind, ways in sent.items()
-                    },
-                }
-            )
-        )
+        amounts = {
+            kind: {w: {"/".join(k): v for k, v in g.items()} for w, g in ways.items()}
+            for kind, ways in sent.items()
+        }
+        resolved = {"name": name, **{o.name: o.default for o in e.options}}
+        print(json.dumps({"name": name, **_facts(e), "fields": resolved, "bytes": amounts}))
         return
-    console.print(f"[bold]{name}[/] ({row.family}): {(row.cls.__doc__ or '').strip()}")
-    console.print(f"paper: {row.paper}", markup=False)
-    table = Table("field", "default", "type", title="fields (--method.FIELD)", title_justify="left")
-    hints = get_type_hints(row.cls)
-    for f in fields(row.cls):  # type: ignore[arg-type]
-        choices = get_args(hints[f.name])
-        kind = " | ".join(map(str, choices)) if choices else hints[f.name].__name__
-        table.add_row(f.name, str(resolved[f.name]), kind)
+    console.print(f"[bold]{name}[/] ({e.family}): {e.summary}")
+    console.print(f"paper: {e.paper}", markup=False)
+    for setting, value in e.server.items():
+        console.print(f"stands for: --server.{setting} {value}", markup=False)
+    if e.needs != "nothing":
+        console.print(f"needs: {e.needs}", markup=False)
+    table = Table("field", "default", "type", "", title="fields (--method.FIELD)")
+    table.title_justify = "left"
+    for o in e.options:
+        table.add_row(*map(escape, (o.name, str(o.default), o.kind, o.meaning)))
     console.print(table)
-    console.print(f"stays on the client: {row.cls.keeps or 'nothing'}", markup=False)
+    console.print(f"stays on the client: {e.keeps}", markup=False)
     console.print(
-        f"leaves the client: {row.cls.leaves} With them go the number of images and the means "
+        f"leaves the client: {e.leaves} With them go the number of images and the means "
         "of the training loss and other logged numbers.",
         markup=False,
     )
-    if row.cls.caution:
-        console.print(f"criticism: {row.cls.caution}", markup=False)
+    if e.caution:
+        console.print(f"criticism: {e.caution}", markup=False)
     title = f"per client and exchange: {encoder}, 5 clients with 1,000 images of 32 pixels"
     table = Table("exchange", "", "field", "what", "numbers", "bytes", title=title)
     table.title_justify = "left"
@@ -289,13 +307,3 @@ def _sizes(text: str) -> dict[int, int]:
             raise FurlongError(f"--sizes {text}: {item!r} is not like 1000 (at least 2) or 1000x5.")
         found += [int(count)] * int(times or 1)
     return dict(enumerate(found))
-
-
-def _grouped(value: Any) -> Any:
-    """(field, kind) -> (elements, bytes)."""
-    groups: dict[tuple[str, str], tuple[int, int]] = {}
-    for path, kind, elements, count in parts(value):
-        key = (path.split("/")[0], kind)
-        before = groups.get(key, (0, 0))
-        groups[key] = (before[0] + elements, before[1] + count)
-    return groups

@@ -21,12 +21,13 @@ err = Console(stderr=True, highlight=False)
 dotted: dict[str, Any] = {}  # --section.key options of this call, taken out before cyclopts
 
 
+PROTOCOLS = {"knn": "kNN %", "linear": "linear probe %", "classifier": "own classifier %"}
+
+
 def results_table(rows: list[dict[str, Any]]) -> Table:
     """Who against protocol, in percent."""
     protocols = list(dict.fromkeys(row["protocol"] for row in rows))
-    table = Table(
-        "encoder", *[{"knn": "kNN %", "linear": "linear probe %"}.get(p, p) for p in protocols]
-    )
+    table = Table("encoder", *[PROTOCOLS.get(p, p) for p in protocols])
     for column in table.columns[1:]:
         column.justify = "right"
     for name in dict.fromkeys(row["who"] for row in rows):

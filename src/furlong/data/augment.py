@@ -275,6 +275,12 @@ def crop_flip(recipe: Recipe) -> Augmentation:
     return Augmentation(size=base.size, scale=(0.08, 1.0), flip=0.5, mean=base.mean, std=base.std)
 
 
+def normalisation(recipe: Recipe) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel that `plain` subtracts and divides by."""
+    first = recipe.first if isinstance(recipe, AugmentationPair) else recipe
+    return first.mean, first.std
+
+
 def extremes(views: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """What ``recipe`` makes of black and of white, C×1×1 each, for views B×C×S×S."""
     values = torch.tensor([0, 255], dtype=torch.uint8, device=views.device)

@@ -15,12 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 ByteArray = NDArray[np.uint8]
+T = TypeVar("T")
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 MAX_PIXELS = 50_000_000
@@ -63,14 +65,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def decode(data: bytes | Path, size: tuple[int, int] | None, *, exact: bool = False) -> ByteArray:
+@contextmanager
+def opened(data: bytes | Path) -> Iterator[Image.Image]:
     """
-    One encoded image as uint8 3×H×W.
-
-    Args:
-        data: the encoded bytes, or the file that holds them.
-        size: (H, W) to fill: the shorter side is resized and the centre is kept; None leaves it.
-        exact: raise `OtherSize` instead of resizing.
+    An image whose header has been read; its pixels may be decoded inside.
 
     Raises:
         Unusable: with a reason, for anything that is not an acceptable image.
@@ -83,10 +81,7 @@ def decode(data: bytes | Path, size: tuple[int, int] | None, *, exact: bool = Fa
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise Unusable(f"{width}×{height} pixels; the limit is 50 megapixels")
-            if size is not None and not exact:
-                # Lets libjpeg decode a large photograph at a fraction of its resolution.
-                image.draft(None, (2 * size[1], 2 * size[0]))
-            rgb = _to_rgb(ImageOps.exif_transpose(image))
+            yield image
     except Unusable:
         raise
     except Image.DecompressionBombError:
@@ -98,6 +93,31 @@ def decode(data: bytes | Path, size: tuple[int, int] | None, *, exact: bool = Fa
     except Exception as error:  # Pillow's decoders raise almost every type on hostile input
         detail = printable(str(error).partition("\n")[0])[:120] or type(error).__name__
         raise Unusable(f"corrupt or truncated: {detail}") from None
+
+
+def upright(image: Image.Image) -> tuple[int, int]:
+    """(width, height) as a viewer shows it: cameras store some photographs lying on a side."""
+    width, height = image.size
+    return (height, width) if image.getexif().get(0x0112, 1) >= 5 else (width, height)
+
+
+def decode(data: bytes | Path, size: tuple[int, int] | None, *, exact: bool = False) -> ByteArray:
+    """
+    One encoded image as uint8 3×H×W.
+
+    Args:
+        data: the encoded bytes, or the file that holds them.
+        size: (H, W) to fill: the shorter side is resized and the centre is kept; None leaves it.
+        exact: raise `OtherSize` instead of resizing.
+
+    Raises:
+        Unusable: with a reason, for anything that is not an acceptable image.
+    """
+    with opened(data) as image:
+        if size is not None and not exact:
+            # Lets libjpeg decode a large photograph at a fraction of its resolution.
+            image.draft(None, (2 * size[1], 2 * size[0]))
+        rgb = _to_rgb(ImageOps.exif_transpose(image))
     if size is not None and (rgb.height, rgb.width) != size:
         if exact:
             raise OtherSize((rgb.height, rgb.width))
@@ -138,7 +158,15 @@ def decoder(
         except Unusable as why:
             return Skipped(item[0], str(why))
 
-    def many(items: list[Item]) -> list[Decoded]:
+    with threads(one) as many:
+        yield many
+
+
+@contextmanager
+def threads(one: Callable[[Item], T]) -> Iterator[Callable[[list[Item]], list[T]]]:
+    """``one`` as a function of many items, in order and in parallel where that is faster."""
+
+    def many(items: list[Item]) -> list[T]:
         sample = [len(data) if isinstance(data, bytes) else _THREAD_BYTES for _, data in items]
         slow = sum(sample) >= _THREAD_BYTES * len(items)
         return list(pool.map(one, items)) if slow else [one(item) for item in items]

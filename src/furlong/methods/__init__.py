@@ -1,6 +1,7 @@
 """The table of methods: the only place where a method has a string name.
 
-A row is a name, a class and the fields by which it differs from the class's defaults.
+A row is a name, a class and the fields by which it differs from the class's defaults; L-DAWA is a
+rule of the server.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from furlong.methods.fedae import FedAE
 from furlong.methods.fedavg import FedAvg
 from furlong.methods.fedbarlow import FedBarlow
 from furlong.methods.fedca import FedCA
+from furlong.methods.feddc import FedDC
 from furlong.methods.fedema import FedEMA
 from furlong.methods.fedmoco import FedMoCo
 from furlong.methods.fedrot import FedRot
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.methods.fedsimsiam import FedSimSiam
+from furlong.methods.fedswav import FedSwAV
 from furlong.methods.fedu import FedU
 from furlong.methods.fedvicreg import FedVICReg
 from furlong.methods.fedx import FedX
 from furlong.methods.mfcl import MFCL
 from furlong.methods.moon import MOON
+from furlong.methods.orchestra import Orchestra
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Row:
     family: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""  # if the name has another paper than the class
+    server: Mapping[str, Any] = field(default_factory=dict)  # settings of [server] it stands for
 
     @property
     def paper(self) -> str:
@@ -44,6 +49,13 @@ class Row:
 
 METHODS: dict[str, Row] = {
     "fedsimclr": Row(FedSimCLR, "contrastive"),
+    "ldawa": Row(
+        FedSimCLR,
+        "contrastive",
+        source="Rehman et al., L-DAWA: Layer-wise Divergence Aware Weight Aggregation in Federated "
+        "Self-Supervised Visual Representation Learning, ICCV 2023",
+        server={"rule": "ldawa"},
+    ),
     "fedmoco": Row(FedMoCo, "contrastive"),
     "fcl": Row(FCL, "contrastive"),
     "fedca": Row(FedCA, "contrastive"),
@@ -59,6 +71,9 @@ METHODS: dict[str, Row] = {
     "fedvicreg": Row(FedVICReg, "non-contrastive"),
     "fedu": Row(FedU, "non-contrastive"),
     "fedema": Row(FedEMA, "non-contrastive"),
+    "fedswav": Row(FedSwAV, "clustering"),
+    "feddc": Row(FedDC, "clustering"),
+    "orchestra": Row(Orchestra, "clustering"),
     "fedrot": Row(FedRot, "pretext task"),
     "fedae": Row(FedAE, "reconstruction"),
     "mfcl": Row(MFCL, "modular"),

@@ -7,17 +7,18 @@ it (with MFCL if its representations take as many exchanges there).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import nn
 
-from furlong.context import ClientContext, Context, Exchange, ServerContext, Setup
-from furlong.method import Local, Method, Report
+from furlong.context import ClientContext, Exchange, ServerContext, Setup
+from furlong.method import Report
+from furlong.methods.wrapping import Wrapping, X
 from furlong.payload import payload
-from furlong.weights import BatchNormPolicy
+
+Y = TypeVar("Y")
 
 
 @payload
@@ -28,30 +29,18 @@ class Each:
 
 
 @dataclass(frozen=True)
-class Alone(Method[Each, Any, Any, Any]):
+class Alone(Wrapping[Each]):
     """``inner`` on every client by itself."""
 
-    inner: Method[Any, Any, Any, Any]
+    caution: ClassVar[str] = ""  # criticism is of what is sent and merged
 
-    @property
-    def bn_stats(self) -> BatchNormPolicy:  # type: ignore[override]
-        """As the method has it."""
-        return self.inner.bn_stats
+    def state_of(self, server: Each, client: int) -> Any:
+        """Its own server's."""
+        return server.states[client]
 
-    @property
-    def needs_labels(self) -> bool:  # type: ignore[override]
-        """As the method has it."""
-        return self.inner.needs_labels
-
-    @property
-    def needs_public(self) -> bool:  # type: ignore[override]
-        """As the method has it."""
-        return self.inner.needs_public
-
-    @property
-    def pairs_views(self) -> bool:  # type: ignore[override]
-        """As the method has it."""
-        return self.inner.pairs_views
+    def seen_by(self, ctx: X, client: int) -> X:
+        """A run in which there is only ``client``; its own context stays the same object."""
+        return alone(ctx if isinstance(ctx, ClientContext) else replace(ctx), client)
 
     def plan(self, setup: Setup) -> Iterator[Exchange]:
         """As the method plans; where it would choose clients, all of them."""
@@ -59,30 +48,10 @@ class Alone(Method[Each, Any, Any, Any]):
         for exchange in self.inner.plan(setup):
             yield replace(exchange, clients=everyone) if exchange.clients else exchange
 
-    def architecture(self, encoder: str) -> str:
-        """As the method has it."""
-        return self.inner.architecture(encoder)
-
     def init_server(self, ctx: ServerContext) -> Each:
         """The same start for everybody."""
         start = self.inner.init_server(ctx)
         return Each(dict.fromkeys(sorted(ctx.setup.sizes), start))
-
-    def init_client(self, ctx: ClientContext) -> Any:
-        """As the method does."""
-        return self.inner.init_client(alone(ctx, ctx.client))
-
-    def download(self, server: Each, client: int, ctx: ServerContext) -> Any:
-        """From the client's own server."""
-        return self.inner.download(server.states[client], client, alone(replace(ctx), client))
-
-    def expected(self, server: Each, client: int, ctx: ServerContext) -> Any:
-        """By the client's own server."""
-        return self.inner.expected(server.states[client], client, alone(replace(ctx), client))
-
-    def local_update(self, state: Any, down: Any, ctx: ClientContext) -> Local[Any, Any]:
-        """As the method does."""
-        return self.inner.local_update(state, down, alone(ctx, ctx.client))
 
     def aggregate(self, server: Each, reports: Iterable[Report[Any]], ctx: ServerContext) -> Each:
         """Every server aggregates its one report."""
@@ -98,19 +67,11 @@ class Alone(Method[Each, Any, Any, Any]):
             ctx.metrics[name] = sum(m[name] for m in measured) / len(measured)
         return Each(states)
 
-    def encoder(self, server: Each, ctx: ServerContext) -> nn.Module:
-        """The first client's; :meth:`encoders` has all."""
-        return next(iter(self.encoders(server, ctx).values()))
-
-    def encoders(self, server: Each, ctx: ServerContext) -> dict[int, nn.Module]:
-        """Client -> its own encoder."""
+    def each(self, make: Callable[..., Y], server: Each, ctx: ServerContext) -> dict[int, Y]:
+        """Client -> ``make(method, state, ctx)`` of its own run."""
         return {
-            k: self.inner.encoder(state, alone(replace(ctx), k))
-            for k, state in server.states.items()
+            k: make(self.inner, state, self.seen_by(ctx, k)) for k, state in server.states.items()
         }
-
-
-X = TypeVar("X", bound=Context)
 
 
 def alone(ctx: X, client: int) -> X:

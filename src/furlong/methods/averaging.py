@@ -14,12 +14,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from furlong.aggregation import Combiner
 from furlong.context import Batch, ClientContext, Context, ServerContext
 from furlong.errors import FurlongError
 from furlong.method import Local, Method, Report
 from furlong.nets import head, head_dim
-from furlong.payload import Weights, flatten, payload, replace_tensors
-from furlong.weights import BatchNormPolicy, Mean, prefixed, restore, snapshot
+from furlong.payload import Weights, payload
+from furlong.weights import BatchNormPolicy, prefixed, restore, snapshot
 
 C = TypeVar("C")
 D = TypeVar("D")
@@ -51,17 +52,12 @@ class Averaging(Method[D, C, D, D]):
         """Uploads look like the server's state."""
         return server
 
-    def aggregate(
-        self,
-        server: D,
-        reports: Iterable[Report[D]],
-        ctx: ServerContext,  # noqa: ARG002
-    ) -> D:
-        """Mean weighted by the number of examples of those who took part."""
-        mean: Mean[D] = Mean(pooled=self.bn_stats == "pooled")
+    def aggregate(self, server: D, reports: Iterable[Report[D]], ctx: ServerContext) -> D:
+        """By the run's rule: the mean weighted by the images of those who took part."""
+        combined: Combiner[D] = ctx.combining(self.bn_stats)
         for report in reports:
-            mean.add(report.upload, report.examples)
-        return updated(server, mean)
+            combined.add(report.upload, report.examples)
+        return combined.onto(server)
 
     def local_encoder(self, upload: D, ctx: ServerContext) -> nn.Module | None:
         """What would be the global encoder if this client were the only one."""
@@ -107,12 +103,6 @@ def proximal(part: nn.Module, start: Weights) -> Tensor:
     """½‖w - start‖² over the parameters of ``part``; ``start`` has them by the same names."""
     moved = [(p - start[name]).square().sum() for name, p in part.named_parameters()]
     return torch.stack(moved).sum() / 2
-
-
-def updated(value: D, mean: Mean[D]) -> D:
-    """``value`` with the tensors of ``mean``; what never travels (bn_stats="local") stays."""
-    result = mean.result()
-    return value if result is None else replace_tensors(value, flatten(result)[0])
 
 
 def projecting(projection_head: str, ctx: Context) -> nn.Module:

@@ -13,8 +13,7 @@ CL+FF+NM is the default, CL+FF has matching = 0, CL (MoCo) fusion = False beside
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import ClassVar, Literal
@@ -22,8 +21,8 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from furlong.aggregation import Combiner
 from furlong.context import ClientContext, Context, ServerContext
 from furlong.data.augment import extremes
 from furlong.errors import FurlongError, require
@@ -35,11 +34,11 @@ from furlong.methods.averaging import (
     backbone,
     projected_width,
     projecting,
-    updated,
 )
 from furlong.methods.bank import enqueue, new_bank
+from furlong.nets import untracked
 from furlong.payload import Weights, payload
-from furlong.weights import BatchNormPolicy, Mean, ema_, snapshot
+from furlong.weights import BatchNormPolicy, ema_, snapshot
 
 
 @payload
@@ -258,18 +257,18 @@ class FCL(Method[Server, State, Down, Up]):
     def aggregate(
         self, server: Server, reports: Iterable[Report[Up]], ctx: ServerContext
     ) -> Server:
-        """Mean of both networks; each client's features replace its older ones."""
-        mean: Mean[Pair] = Mean(pooled=self.bn_stats == "pooled")
+        """Both networks by the run's rule; each client's features replace its older ones."""
+        combined: Combiner[Pair] = ctx.combining(self.bn_stats)
         features: dict[int, Tensor] = {}
         heard: list[int] = []
         for report in reports:
             upload = report.upload
-            mean.add(Pair(upload.query, upload.key), report.examples)
+            combined.add(Pair(upload.query, upload.key), report.examples)
             heard.append(report.client)
             if upload.features is not None:
                 # a copy: the upload's tensors are views that keep its whole buffer alive
                 features[report.client] = upload.features.clone()
-        nets = updated(Pair(server.query, server.key), mean)
+        nets = combined.onto(Pair(server.query, server.key))
         return self._heard(replace(server, query=nets.query, key=nets.key), heard, features, ctx)
 
     def outline(self, server: Server | None, cohort: list[int], ctx: ServerContext) -> Server:
@@ -306,16 +305,3 @@ class FCL(Method[Server, State, Down, Up]):
     def local_encoder(self, upload: Up, ctx: ServerContext) -> nn.Module | None:
         """What would be the global encoder if this client were the only one."""
         return None if self.bn_stats == "local" else backbone(upload.query, ctx)
-
-
-@contextmanager
-def untracked(module: nn.Module) -> Iterator[None]:
-    """Inside, BatchNorm normalises by the batch and leaves its running statistics alone."""
-    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-    for norm in norms:
-        norm.track_running_stats = False
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.track_running_stats = True

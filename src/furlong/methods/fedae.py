@@ -17,35 +17,38 @@ from torch import Tensor, nn
 
 from furlong.context import Batch, Context
 from furlong.data.augment import unit
+from furlong.errors import require
 from furlong.methods.averaging import OneNetwork
 
 
 class Decoder(nn.Module):
     """Representations B×d to images B×C×S×S in [0, 1].
 
-    Linear to 512×s×s, then transposed convolutions that double the side, 512-256-128-64 and 64 from
-    there on, then a convolution to C channels; what is beyond S is cut off around the centre.
-    32 pixels: s = 4, three doublings; 84 pixels: s = 6, four. The papers give none of this.
+    Linear to first×s×s, then transposed convolutions that double the side and halve the channels
+    (512-256-128-64, and no fewer than an eighth from there on), then a convolution to C channels;
+    what is beyond S is cut off around the centre. 32 pixels: s = 4, three doublings; 84 pixels:
+    s = 6, four. The papers give none of this.
     """
 
-    def __init__(self, width: int, channels: int, image_size: int) -> None:
+    def __init__(self, width: int, channels: int, image_size: int, first: int = 512) -> None:
         super().__init__()
         doublings = max(3, ceil(log2(image_size / 6)))
         self.image_size, self.start = image_size, ceil(image_size / 2**doublings)
-        self.linear = nn.Linear(width, 512 * self.start**2)
+        self.linear = nn.Linear(width, first * self.start**2)
         layers: list[nn.Module] = []
         for i in range(doublings):
-            into, out = max(64, 512 >> i), max(64, 512 >> (i + 1))
+            into, out = first >> min(i, 3), first >> min(i + 1, 3)
             layers += [
                 nn.ConvTranspose2d(into, out, 4, 2, 1, bias=False),
                 nn.BatchNorm2d(out),
                 nn.ReLU(inplace=True),
             ]
-        self.layers = nn.Sequential(*layers, nn.Conv2d(64, channels, 3, padding=1))
+        self.layers = nn.Sequential(*layers, nn.Conv2d(out, channels, 3, padding=1))
 
     def forward(self, h: Tensor) -> Tensor:
         """B×d to B×C×S×S."""
-        x = self.layers(self.linear(h).view(len(h), 512, self.start, self.start)).sigmoid()
+        x = self.linear(h).view(len(h), -1, self.start, self.start)
+        x = self.layers(x).sigmoid()
         cut = (x.shape[-1] - self.image_size) // 2
         stop = cut + self.image_size
         out: Tensor = x[..., cut:stop, cut:stop]
@@ -63,9 +66,18 @@ class FedAE(OneNetwork):
     )
     usual_augment: ClassVar[str] = "flip"
 
+    decoder_width: int = 512  # channels at its start
+
+    def __post_init__(self) -> None:
+        width = self.decoder_width
+        require(
+            width >= 8 and width % 8 == 0, "decoder_width", width, "a multiple of 8, at least 8"
+        )
+
     def network(self, ctx: Context) -> nn.Module:
         """Backbone and decoder."""
-        decoder = Decoder(ctx.width, ctx.setup.channels, ctx.setup.image_size)
+        setup = ctx.setup
+        decoder = Decoder(ctx.width, setup.channels, setup.image_size, self.decoder_width)
         return nn.Sequential(OrderedDict(backbone=ctx.encoder(), decoder=decoder))
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:

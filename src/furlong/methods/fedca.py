@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from furlong.aggregation import Combiner
 from furlong.context import ClientContext, Context, ServerContext, Setup, Shard
 from furlong.errors import FurlongError, require
 from furlong.losses import alignment_loss, dictionary_nce, nt_xent
@@ -39,12 +40,11 @@ from furlong.methods.averaging import (
     backbone,
     projected_width,
     projecting,
-    updated,
 )
 from furlong.nets import evaluating
 from furlong.payload import Weights, payload
 from furlong.peernorm import peers
-from furlong.weights import BatchNormPolicy, Mean, snapshot
+from furlong.weights import BatchNormPolicy, snapshot
 
 
 @payload
@@ -285,16 +285,16 @@ class FedCA(Method[Server, State, Down, Up]):
     def aggregate(
         self, server: Server, reports: Iterable[Report[Up]], ctx: ServerContext
     ) -> Server:
-        """Mean of the networks; the rows of those who took part take the place of their old."""
-        mean: Mean[Model] = Mean(pooled=self.bn_stats == "pooled")
+        """The networks by the run's rule; the rows of those who took part replace their old."""
+        combined: Combiner[Model] = ctx.combining(self.bn_stats)
         rows: dict[int, Tensor] = {}
         for report in reports:
-            mean.add(Model(report.upload.weights), report.examples)
+            combined.add(Model(report.upload.weights), report.examples)
             sent = report.upload.rows.clone()  # not a piece of the message's memory
             if self.dict_upload == "full":
                 sent = self.sample(sent, report.client, ctx.setup)
             rows[report.client] = sent
-        weights = updated(Model(server.weights), mean).weights
+        weights = combined.onto(Model(server.weights)).weights
         return self.heard(replace(server, weights=weights), rows)
 
     def heard(self, server: Server, rows: dict[int, Tensor]) -> Server:

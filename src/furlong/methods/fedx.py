@@ -1,7 +1,6 @@
 """FedX: unsupervised federated learning with cross knowledge distillation.
 
-Han et al., ECCV 2022 (arXiv 2207.09158), on SimCLR; definitions as in the paper and the authors'
-public code, which agree except where noted.
+Han et al., ECCV 2022 (arXiv 2207.09158), on SimCLR.
 
     z = g(f(x)), y = p(z); z^G by the received network, which stays as it is; x₃ = other images
     L = NT(z₁, z₂) + JS(z₁, z₂; z₃)  [local distillation]
@@ -46,6 +45,9 @@ class FedX(Averaging[Model, None]):
     temperature: float = 0.1
     local_temperature: float = 0.1  # of the relations' mean, local (the code's ts) …
     global_temperature: float = 0.1  # … and global (tt)
+    reverse_kl: bool = (
+        False  # KL(mean‖relation), what the authors' code computes, not the paper's JS
+    )
     projection_head: str = "fedx_proj"
     prediction_head: str = "fedx_pred"
 
@@ -80,9 +82,10 @@ class FedX(Averaging[Model, None]):
         """Of 3B×d each: first views, second views, other images."""
         (z1, z2, z3), (y1, y2, _) = projected.chunk(3), predicted.chunk(3)
         _, g2, g3 = taught.chunk(3)
-        t = self.temperature
-        own = nt_xent(z1, z2, t) + relational(z1, z2, z3, t, self.local_temperature)
-        return own + nt_xent(y1, g2, t) + relational(y1, y2, g3, t, self.global_temperature)
+        t, turned = self.temperature, self.reverse_kl
+        own = nt_xent(z1, z2, t) + relational(z1, z2, z3, t, self.local_temperature, turned)
+        taught_by = relational(y1, y2, g3, t, self.global_temperature, turned)
+        return own + nt_xent(y1, g2, t) + taught_by
 
     def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
         """The backbone."""

@@ -23,19 +23,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from furlong.aggregation import Combiner
 from furlong.context import ClientContext, Context, Exchange, ServerContext, Setup, Shard
 from furlong.data.augment import unit
 from furlong.errors import FurlongError, require
 from furlong.losses import nt_xent
 from furlong.method import Local, Method, Report
-from furlong.methods.averaging import WEIGHTS_REVEAL, Model, updated
+from furlong.methods.averaging import WEIGHTS_REVEAL, Model
 from furlong.nets import head, out_dim
 from furlong.ondisk import mapped, require_space, write
 from furlong.optim import LARS, warmup_cosine
 from furlong.payload import Weights, payload
 from furlong.peernorm import Kind, Statistics, peers
 from furlong.sensor import REPRESENTATION_CHANNELS, Sensor, trunk
-from furlong.weights import BatchNormPolicy, Mean, restore, snapshot
+from furlong.weights import BatchNormPolicy, restore, snapshot
 
 
 @payload
@@ -247,11 +248,11 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
             return self.train(server, ctx)
         if ctx.exchange.kind == "encode":
             return self.store(server, reports, ctx)
-        mean: Mean[Model] = Mean(pooled=self.bn_stats == "pooled")
+        combined: Combiner[Model] = ctx.combining(self.bn_stats)
         for report in reports:
             assert isinstance(report.upload, Model)
-            mean.add(report.upload, report.examples)
-        return replace(server, sensor=updated(Model(server.sensor), mean).weights)
+            combined.add(report.upload, report.examples)
+        return replace(server, sensor=combined.onto(Model(server.sensor)).weights)
 
     def folder(self, ctx: ServerContext) -> Path:
         """Where the representations of this epoch lie."""

@@ -1,0 +1,114 @@
+"""FedDC: DeepCluster-v2 on every client, FedAvg of encoder and projector.
+
+Caron et al., "Unsupervised Learning of Visual Features by Contrasting Cluster Assignments",
+NeurIPS 2020, its improved DeepCluster (github.com/facebookresearch/swav); a baseline of FCL, which
+does not say how it was federated.
+
+    before every local epoch, for heads h = 1 … H: C_h, a_h = spherical k-means of the bank of
+        projections that the epoch before left, the heads in turn on the first and the second view
+    L = 1/H·Σ_h CE( z̃·C_hᵀ/τ, a_h(i) ) over both views; C_h is a constant
+
+Prototypes never travel: the numbers of k-means' clusters mean nothing to another client. Nothing is
+kept between rounds: a new network makes new projections, so the bank is filled again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from furlong.clustering import random_rows, spherical_kmeans
+from furlong.context import ClientContext, Context, ServerContext
+from furlong.errors import require
+from furlong.losses import IGNORED, cluster_cross_entropy
+from furlong.method import Local
+from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, Model, backbone, projecting
+from furlong.methods.fedswav import project
+from furlong.nets import untracked
+from furlong.weights import snapshot
+
+Bank = list[tuple[Tensor, Tensor]]
+"""What an epoch leaves, batch by batch: which images (int64 B), and their projections 2×B×d."""
+
+
+@dataclass(frozen=True)
+class FedDC(Averaging[Model, None]):
+    """Predict the clusters that k-means found among the client's own images."""
+
+    paper: ClassVar[str] = "Caron et al. 2020 (DeepCluster-v2), averaged as in McMahan et al. 2017"
+    pairs_views: ClassVar[bool] = True
+    leaves: ClassVar[str] = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+
+    heads: int = 3  # H
+    prototypes: int = 3000  # P at most
+    images_per_prototype: int = 10  # and no more than this allows
+    temperature: float = 0.1
+    iterations: int = 10  # of k-means
+    projection_head: str = "mlp:2048:128"
+
+    def __post_init__(self) -> None:
+        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
+        require(self.prototypes >= 2, "prototypes", self.prototypes, "at least 2")
+        for name in ("heads", "images_per_prototype", "iterations"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+    def network(self, ctx: Context) -> nn.Module:
+        """Backbone and projector: images B×C×H×W to projections B×d."""
+        return projecting(self.projection_head, ctx)
+
+    def init_server(self, ctx: ServerContext) -> Model:
+        """A freshly initialised network."""
+        return Model(snapshot(self.network(ctx)))
+
+    def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
+        """Fill the bank; then cluster and train, epoch by epoch."""
+        net = ctx.network("net", lambda: self.network(ctx), down.weights)
+        optimiser = ctx.optimiser(net)
+        # random views and batch statistics, as the official init_memory; but it is no training, so
+        # the running statistics stay
+        with torch.no_grad(), untracked(net):
+            bank = [(batch.index, project(net, batch)) for batch in ctx.batches(1)]
+        for _ in range(ctx.setup.epochs):
+            clusters = self.cluster(bank, ctx)
+            bank = []
+            for batch in ctx.batches(1):
+                z = project(net, batch)
+                losses = [
+                    cluster_cross_entropy(
+                        z.flatten(0, 1),
+                        centroids,
+                        assigned[batch.index].repeat(2),
+                        self.temperature,
+                    )
+                    for centroids, assigned in clusters
+                ]
+                optimiser.step(torch.stack(losses).mean())
+                bank.append((batch.index, z.detach()))
+        return Local(state, Model(snapshot(net)), optimiser.metrics())
+
+    def cluster(self, bank: Bank, ctx: ClientContext) -> list[tuple[Tensor, Tensor]]:
+        """For every head the centroids P×d and each image's cluster, int64 n.
+
+        Images that the last epoch left out, with the last partial batch, have no cluster.
+        """
+        index = torch.cat([rows for rows, _ in bank])
+        views = torch.cat([z for _, z in bank], dim=1)
+        count = min(self.prototypes, len(ctx.data) // self.images_per_prototype)
+        count = min(max(2, count), len(index))  # with a single cluster there is nothing to predict
+        found = []
+        for head in range(self.heads):
+            rows = views[head % 2]
+            seeds = random_rows(rows, count)
+            centroids, assigned = spherical_kmeans(rows, seeds, self.iterations)
+            everybody = torch.full((len(ctx.data),), IGNORED, device=rows.device)
+            everybody[index.to(rows.device)] = assigned
+            found.append((centroids, everybody))
+        return found
+
+    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
+        """The backbone."""
+        return backbone(server.weights, ctx)

@@ -1,0 +1,138 @@
+"""FedSwAV: SwAV on every client, FedAvg of encoder, projector and prototypes.
+
+Caron et al., "Unsupervised Learning of Visual Features by Contrasting Cluster Assignments",
+NeurIPS 2020 (github.com/facebookresearch/swav); a baseline of FCL and MFCL.
+
+    s_v = z̃_v·Cᵀ with unit prototypes C (P×d);  q_v = Sinkhorn(s_v/ε), a constant
+    L = -½·mean( Σ q₁·log softmax(s₂/τ) + Σ q₂·log softmax(s₁/τ) )
+    C ← C with unit rows after every step, and after averaging: a mean of unit rows is shorter
+
+Two views of the whole image; the paper's further small crops (multi-crop) are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from furlong.clustering import sinkhorn, unit_rows
+from furlong.context import Batch, ClientContext, Context, ServerContext
+from furlong.errors import require
+from furlong.losses import swapped_prediction
+from furlong.method import Local, Report
+from furlong.methods.averaging import (
+    WEIGHTS_REVEAL,
+    Averaging,
+    backbone,
+    projected_width,
+    projecting,
+)
+from furlong.methods.bank import enqueue
+from furlong.payload import Weights, payload
+from furlong.peernorm import peers
+from furlong.weights import snapshot
+
+
+@payload
+class Prototyped:
+    """An encoder (backbone and projector) and the prototypes, ``weight`` P×d."""
+
+    encoder: Weights
+    prototypes: Weights
+
+
+@dataclass(frozen=True)
+class FedSwAV(Averaging[Prototyped, None]):
+    """Each view predicts to which prototypes the other was assigned, all used equally."""
+
+    paper: ClassVar[str] = "Caron et al. 2020 (SwAV), averaged as in McMahan et al. 2017"
+    pairs_views: ClassVar[bool] = True
+    leaves: ClassVar[str] = f"Encoder, projector and prototype weights. {WEIGHTS_REVEAL}"
+
+    prototypes: int = 300  # P; the paper's 3,000 are for ImageNet
+    epsilon: float = 0.05
+    sinkhorn_iterations: int = 3
+    temperature: float = 0.1
+    queue: int = 3840  # projections per view that make Sinkhorn's batch larger; 0: none
+    freeze_epochs: int = 1  # at the beginning of the run, in which the prototypes stay
+    projection_head: str = "mlp:2048:128"
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "temperature"):
+            require(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0")
+        for name in ("prototypes", "sinkhorn_iterations"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("queue", "freeze_epochs"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+
+    def network(self, ctx: Context) -> nn.Module:
+        """Backbone and projector: images B×C×H×W to projections B×d."""
+        return projecting(self.projection_head, ctx)
+
+    def layer(self, ctx: Context) -> nn.Linear:
+        """The prototypes: projections B×d to similarities B×P."""
+        return nn.Linear(projected_width(self.projection_head, ctx), self.prototypes, bias=False)
+
+    def init_server(self, ctx: ServerContext) -> Prototyped:
+        """Freshly initialised, the prototypes as random unit rows."""
+        return unit(Prototyped(snapshot(self.network(ctx)), snapshot(self.layer(ctx))))
+
+    def local_update(
+        self, state: None, down: Prototyped, ctx: ClientContext
+    ) -> Local[None, Prototyped]:
+        """Train encoder and prototypes; the queue begins empty, as old rows are of old weights."""
+        net = ctx.network("net", lambda: self.network(ctx), down.encoder)
+        layer = ctx.network("prototypes", lambda: self.layer(ctx), down.prototypes)
+        assert isinstance(layer, nn.Linear)
+        optimiser = ctx.optimiser(net, layer)
+        # no longer than an epoch, or a client with few images would never fill it
+        queue = torch.empty(min(self.queue, len(ctx.data)), 2, layer.in_features)
+        queue, seen = queue.to(ctx.setup.device), 0
+        for epoch in range(ctx.setup.epochs):
+            before = ctx.exchange.round * ctx.setup.epochs + epoch
+            layer.requires_grad_(before >= self.freeze_epochs)
+            for batch in ctx.batches(1):
+                z = project(net, batch)
+                scores = layer(z)
+                # as in the official code the queue counts only when all its rows are there
+                held = queue.transpose(0, 1) if seen >= len(queue) else z[:, :0]
+                codes = self.codes(scores.detach(), held @ layer.weight.detach().T)
+                optimiser.step(swapped_prediction(scores, codes, self.temperature))
+                with torch.no_grad():
+                    layer.weight.copy_(unit_rows(layer.weight))
+                if len(queue):
+                    enqueue(queue, seen % len(queue), z.detach().transpose(0, 1))
+                seen += len(batch.index)
+        return Local(state, Prototyped(snapshot(net), snapshot(layer)), optimiser.metrics())
+
+    def codes(self, scores: Tensor, held: Tensor) -> Tensor:
+        """Q of both views, 2×B×P, from similarities 2×B×P; ``held`` 2×K×P are the queue's."""
+        both = torch.cat([held.detach(), scores], dim=1) / self.epsilon
+        return sinkhorn(both, self.sinkhorn_iterations)[:, held.shape[1] :]
+
+    def aggregate(
+        self, server: Prototyped, reports: Iterable[Report[Prototyped]], ctx: ServerContext
+    ) -> Prototyped:
+        """The mean, its prototypes with unit rows."""
+        return unit(super().aggregate(server, reports, ctx))
+
+    def encoder(self, server: Prototyped, ctx: ServerContext) -> nn.Module:
+        """The backbone."""
+        return backbone(server.encoder, ctx)
+
+
+def project(net: nn.Module, batch: Batch) -> Tensor:
+    """Unit projections 2×B×d of two views in one pass, as in the official code."""
+    with peers(net):
+        return torch.stack(F.normalize(net(torch.cat(batch.views())), dim=1).chunk(2))
+
+
+def unit(value: Prototyped) -> Prototyped:
+    """The same with prototypes of length 1."""
+    return replace(value, prototypes={n: unit_rows(w) for n, w in value.prototypes.items()})

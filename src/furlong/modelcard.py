@@ -1,0 +1,160 @@
+"""The model card of an exported encoder: Markdown from the files of its run, nothing invented."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from furlong import assemble, config
+from furlong.errors import FurlongError
+from furlong.methods import METHODS
+from furlong.payload import Traffic, parts
+from furlong.report import ENCODERS, PROTOCOLS, percent
+from furlong.runfolder import RunFolder
+from furlong.words import size
+
+THIS = "client 0 alone"  # whose encoder is kept where every client has its own
+
+
+def write(
+    run: Path,
+    name: str,
+    data: bytes,
+    to: str,
+    about: Mapping[str, str],
+    checked: str,
+    load: str,
+) -> str:
+    """The card's text for the file ``name``, which holds ``data`` in the format ``to``."""
+    folder = RunFolder.open(run)
+    settings = _settings(run / "config.toml")
+    summary, split = folder.read("summary.json"), folder.read("partition.json") or {}
+    if summary is None:
+        raise FurlongError(f"{run} has not finished: 'furlong resume {run}' goes on with it.")
+    bound = settings.get("run", {}).get("bound", "none")
+    return (
+        _environment()
+        .from_string(_template())
+        .render(
+            name=name,
+            to=to,
+            about=about,
+            checked=checked,
+            load=load,
+            bytes=len(data),
+            digest=hashlib.sha256(data).hexdigest(),
+            method=_method(about["method"]),
+            settings=settings,
+            summary=summary,
+            split=split,
+            sizes=_sizes(split),
+            bound=bound,
+            results=_results(summary.get("results", [])),
+            traffic=_traffic(folder.lines()) if bound == "none" else None,
+            fields=_fields(run, about, split) if bound == "none" else None,
+        )
+    )
+
+
+def _template() -> str:
+    return resources.files("furlong").joinpath("modelcard.md.jinja").read_text(encoding="utf-8")
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    environment.filters |= {"size": size, "percent": percent, "cell": _cell}
+    return environment
+
+
+def _cell(text: object) -> str:
+    """Text that cannot end a table's cell or begin markup."""
+    flat = " ".join(str(text).split())
+    return flat.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """The TOML, plainly: an own method's code need not be at hand."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise FurlongError(f"cannot read {path}: {error}") from None
+
+
+def _method(name: str) -> dict[str, str]:
+    """What one of the library's methods says about itself; empty for a user's own."""
+    row = METHODS.get(name)
+    if row is None:
+        return {"paper": "", "keeps": "", "leaves": "", "caution": ""}
+    return {
+        "paper": row.paper,
+        "keeps": row.cls.keeps,
+        "leaves": row.cls.leaves,
+        "caution": row.cls.caution,
+    }
+
+
+def _sizes(split: Mapping[str, Any]) -> str:
+    """Images per client, in words."""
+    sizes = split.get("sizes") or []
+    if not sizes:
+        return "not recorded"
+    same = min(sizes) == max(sizes)
+    spread = f"{sizes[0]:,} each" if same else f"{min(sizes):,} to {max(sizes):,} each"
+    return f"{sum(sizes):,} ({spread})"
+
+
+def _results(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row per encoder, a column per protocol; of clients by themselves the first and the mean."""
+    measured = [row for row in rows if isinstance(row.get("accuracy"), float)]
+    columns = list(dict.fromkeys(str(row["protocol"]) for row in measured))
+    table: dict[str, dict[str, str]] = {}
+    for row in measured:
+        who = str(row["who"])
+        if who == THIS or not who.endswith(" alone"):
+            spread = f" ± {100 * row['std']:.1f}" if "std" in row else ""
+            name = f"{who} (this file)" if who == THIS else ENCODERS.get(who, who)
+            cells = table.setdefault(name, {})
+            cells[str(row["protocol"])] = percent(row["accuracy"]) + spread
+    return {
+        "columns": [PROTOCOLS.get(column, column) for column in columns],
+        "rows": [(who, [cells.get(c, "–") for c in columns]) for who, cells in table.items()],
+    }
+
+
+def _traffic(lines: list[dict[str, Any]]) -> dict[str, Traffic]:
+    """Bytes of the whole run by what they are."""
+    found = {"up": Traffic(), "down": Traffic()}
+    for line in lines:
+        for way in found:
+            found[way] += Traffic(**line[way])
+    return found
+
+
+def _fields(
+    run: Path, about: Mapping[str, str], split: Mapping[str, Any]
+) -> list[tuple[str, str, str, int, int]] | None:
+    """(exchange, field, kind, values, bytes) of the first client's uploads; ``None``: unknown."""
+    try:
+        settings = config.load(run / "config.toml")
+        sizes = dict(enumerate(split["sizes"]))
+        server = assemble.without_data(
+            settings, sizes, int(about["channels"]), int(about["image_size"])
+        )
+        flows = assemble.sent_by(server)
+    except (FurlongError, KeyError, ValueError):
+        return None
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for kind, ways in flows.items():
+        for path, what, values, count in parts(ways["up"]):
+            key = (kind, path.split("/")[0], what)
+            before = found.get(key, (0, 0))
+            found[key] = (before[0] + values, before[1] + count)
+    return [(*key, *numbers) for key, numbers in found.items()]

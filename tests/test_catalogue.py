@@ -1,0 +1,41 @@
+"""What users read about methods comes from the code and is complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from furlong.catalogue import entry, page
+from furlong.methods import METHODS
+
+PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
+
+
+def test_the_page_is_current() -> None:
+    """If this fails: furlong methods --markdown > docs/methods.md."""
+    assert PAGE.read_text() == page()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_says_what_it_is(name: str) -> None:
+    about = entry(name)
+    assert about.paper
+    assert about.summary.endswith(".")
+    assert about.leaves.endswith(".")
+    assert 10 < len(about.uploads) < 250
+    assert "privacy" in about.leaves or "invert" in about.leaves
+    assert {o.name for o in about.options} >= {"bn_stats"}
+
+
+def test_needs() -> None:
+    needs = {name: entry(name).needs for name in METHODS}
+    assert {n for n, what in needs.items() if "labels" in what} == {"fedavg", "fedprox", "moon"}
+    assert {n for n, what in needs.items() if "public" in what} == {"fedca"}
+
+
+def test_the_comment_behind_a_field_is_its_meaning() -> None:
+    options = {o.name: o for o in entry("fedmoco").options}
+    assert options["key_update"].meaning == "reset: a copy of the query network"
+    assert options["key_update"].kind == "aggregate | reset"
+    assert options["bank"].default == 4096
