@@ -17,7 +17,7 @@ from conftest import tiny
 from PIL import Image
 
 import furlong
-from furlong import config, experiment
+from furlong import config, experiment, measure
 from furlong.assemble import describe_partition, flows, load_data, load_public, prepare, who
 from furlong.errors import FurlongError
 from furlong.experiment import Evaluator, Run, Status
@@ -92,7 +92,8 @@ def test_metrics_have_a_line_per_exchange(finished: Any) -> None:
     for line in found:
         assert set(line) == {
             "exchange", "round", "kind", "loss", "knn", "seconds", "images_per_second", "bytes_up",
-            "bytes_down", "up", "down", "clients", "failures",
+            "bytes_down", "up", "down", "clients", "failures", "alignment", "uniformity",
+            "effective_rank", "spread",
         }  # fmt: skip
         assert set(line["up"]) == {"params", "buffers", "features", "scalars"}
         assert line["bytes_up"] == sum(line["up"].values())
@@ -166,9 +167,15 @@ def test_the_encoder(finished: Any) -> None:
         torch.testing.assert_close(alone, once[:1])
 
 
+def evaluated(folder: Path, settings: config.Config) -> list[dict[str, Any]]:
+    """The rows of ``measure.evaluate``, as far as a summary has them."""
+    kept = ("who", "protocol", "labels", "accuracy")
+    return [{key: row[key] for key in kept} for row in measure.evaluate(folder, settings)]
+
+
 def test_evaluate_gives_the_numbers_of_the_summary(finished: Any) -> None:
     run: Run = finished[0]
-    rows = experiment.evaluate(run.folder, config.load(run.folder / "config.toml"))
+    rows = evaluated(run.folder, config.load(run.folder / "config.toml"))
     assert rows == run.summary["results"][2:]
 
 
@@ -300,7 +307,7 @@ def test_a_bound_logs_no_bytes(single: Run) -> None:
 
 def test_evaluate_does_not_take_the_first_client_for_all(single: Run) -> None:
     """Only the first client's encoder is kept; "alone" is the mean over all of them."""
-    rows = experiment.evaluate(single.folder, config.load(single.folder / "config.toml"))
+    rows = evaluated(single.folder, config.load(single.folder / "config.toml"))
     first = [r for r in single.summary["results"] if r["who"] == "client 0 alone"]
     assert [r for r in rows if r["who"] != "alone"] == first
 
@@ -313,7 +320,7 @@ def test_pooled(tmp_path: Path) -> None:
     assert [r["who"] for r in summary["results"]] == ["random"] * 2 + ["pooled"] * 2
     assert lines(run)[0]["clients"]["0"]["images"] == 72
     assert config.load(run.folder / "config.toml").data.clients == 3
-    rows = experiment.evaluate(run.folder, config.load(run.folder / "config.toml"))
+    rows = evaluated(run.folder, config.load(run.folder / "config.toml"))
     assert rows == summary["results"][2:]
 
 
@@ -378,7 +385,7 @@ def test_unlabelled_images_some_of_them_broken(draw: Callable[..., Path]) -> Non
     assert about == {"partition": "iid", "clients": 3, "sizes": [10, 10, 10]}
     assert (run.folder / "report.html").exists()
     with pytest.raises(FurlongError, match="no labels"):
-        experiment.evaluate(run.folder, config.load(run.folder / "config.toml"))
+        evaluated(run.folder, config.load(run.folder / "config.toml"))
     with pytest.raises(FurlongError, match=r"(?s)3 file\(s\) cannot be used.*cut\.png"):
         experiment.run(folder_config(images, strict=True, out=str(images.parent / "strict")))
     with pytest.raises(FurlongError, match="needs labels"):
@@ -423,7 +430,7 @@ def test_without_a_test_split_a_tenth_is_held_out(draw: Callable[..., Path]) -> 
     other = load_data(config.from_tree({}, {"seed": 1, "data": f"folder:{images}"}, "x"))[1]
     assert other is not None
     assert not torch.equal(other.pixels, test.pixels)
-    assert experiment.evaluate(run.folder, settings) == run.summary["results"][1:]
+    assert evaluated(run.folder, settings) == run.summary["results"][1:]
 
 
 def test_oblong_images_need_a_size(draw: Callable[..., Path]) -> None:
@@ -517,7 +524,7 @@ def test_public_images_may_not_be_the_clients_folder() -> None:
 def test_evaluation_needs_no_public_images(tmp_path: Path) -> None:
     run = experiment.run(tiny("fedca", out=str(tmp_path / "run")))
     settings = config.load(run.folder / "config.toml", {"data.public": "folder:gone"})
-    rows = experiment.evaluate(run.folder, settings)
+    rows = evaluated(run.folder, settings)
     assert {row["protocol"] for row in rows} == {"knn", "linear"}
 
 

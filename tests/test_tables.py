@@ -195,7 +195,7 @@ def test_later_evaluations_are_columns(tmp_path: Path) -> None:
         {"who": "federated", "protocol": "quality", "labels": 0.0, "uniformity": -2.0},
         {"who": "random", "protocol": "transfer:mnist", "labels": 1.0, "accuracy": 0.3},
     ]
-    (path / tables.EVALUATIONS).write_text(json.dumps(rows))
+    (path / "evaluations.json").write_text(json.dumps(rows))
     group = group_of(path)
     titles = [tables.column_title(column) for column in group.columns]
     assert titles == [

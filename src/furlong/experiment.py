@@ -22,6 +22,7 @@ from furlong.engines.inprocess import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluate import features, knn, linear_probe
 from furlong.method import Report
+from furlong.monitor import QUALITY, Watch
 from furlong.nets import build_encoder
 from furlong.payload import Traffic, pack
 from furlong.rounds import ExchangeResult, draw_cohort, shuffled, threads
@@ -121,6 +122,11 @@ class Evaluator:
     def _knn(self, ours: Tensor, labels: Tensor, theirs: Tensor, test_labels: Tensor) -> float:
         k, n = self._settings.k, self._prepared.train.n_classes
         return knn(ours, labels, theirs, test_labels, k, self._settings.temperature, n_classes=n)
+
+    def embed_all(self, encoder: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Features N×d and labels N of all training images, then of the test images."""
+        with threads(self._prepared.workers):
+            return self._embed(encoder, None)
 
 
 class _Angles:
@@ -245,6 +251,7 @@ def _go(
         state, done, counters = saved.server, saved.done, dict(saved.counters)
     folder.load_weights("random", random_encoder)
     angles = _Angles(prepared) if prepared.config.evaluate.angles else None
+    watch = Watch(prepared, say)
     with prepared.transport() as transport, _Board(folder.path) as board:
         for client, packed in saved.clients.items() if saved is not None else ():
             transport.store.put(client, packed)
@@ -255,10 +262,12 @@ def _go(
             if prepared.config.run.bound != "none":  # a bound sends nothing to anybody
                 result = replace(result, up=Traffic(), down=Traffic())
             _count(counters, result)
-            score = None
-            if evaluator.possible and (last or done % knn_every == 0):
-                score = _monitor(evaluator, prepared.encoders(state), say)
-            line = _line(result, score)
+            score, label_free = None, dict.fromkeys(QUALITY)
+            if last or done % knn_every == 0:
+                present = prepared.encoders(state)
+                score = _monitor(evaluator, present, say) if evaluator.possible else None
+                label_free |= watch.measure(present)
+            line = {**_line(result, score), **label_free}
             if angles is not None:
                 line["angles"] = angles.take()
             folder.append(line)
@@ -447,32 +456,10 @@ class _Board:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
-        for name in ("loss", "divergence", "knn", "images_per_second", "bytes_up", "bytes_down"):
+        usual = ("loss", "divergence", "knn", "images_per_second", "bytes_up", "bytes_down")
+        for name in (*usual, *QUALITY):
             if line.get(name) is not None:
                 self._writer.add_scalar(name, line[name], step)
         for client, measured in line["clients"].items():
             for name, value in measured.items():
                 self._writer.add_scalar(f"clients/{client}/{name}", value, step)
-
-
-def evaluate(folder: Path, settings: Config) -> list[dict[str, Any]]:
-    """The protocols on a finished run's encoder."""
-    encoder = load_encoder(folder)
-    # measuring needs no clients, so no partition can be impossible
-    unsplit = replace(settings.data, partition="iid", clients=1)
-    whole = replace(settings, data=unsplit, run=replace(settings.run, bound="none"))
-    prepared = prepare(whole, training=False)
-    about = RunFolder(folder).read("encoder.json") or {}
-    if (prepared.setup.channels, prepared.setup.image_size) != (
-        about["channels"],
-        about["image_size"],
-    ):
-        raise FurlongError(
-            f"the encoder takes {about['channels']}×{about['image_size']}×{about['image_size']} "
-            f"images; give --data.image-size {about['image_size']}."
-        )
-    evaluator = Evaluator(prepared)
-    if not evaluator.possible:
-        raise FurlongError(f"{prepared.train.name} has no labels: accuracy cannot be measured.")
-    name = "client 0 alone" if settings.run.bound == "single" else who(settings)
-    return _results(evaluator, {name: encoder})

@@ -15,8 +15,9 @@ from furlong import assemble, config
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.payload import Traffic, parts
-from furlong.report import ENCODERS, PROTOCOLS, percent
+from furlong.report import ENCODERS, percent
 from furlong.runfolder import RunFolder
+from furlong.tables import PROTOCOLS
 from furlong.words import size
 
 THIS = "client 0 alone"  # whose encoder is kept where every client has its own

@@ -119,7 +119,7 @@ def _contents(folder: RunFolder) -> dict[str, Any]:
     text, settings = _settings(folder.path / "config.toml")
     lines, summary = folder.lines(), folder.read("summary.json")
     split = folder.read("partition.json") or {}
-    results = [*(summary or {}).get("results", []), *tables.further(folder.path)]
+    results = [*(summary or {}).get("results", []), *folder.evaluations()]
     bound = settings["run"].get("bound", "none")
     return {
         "run": str(folder.path),

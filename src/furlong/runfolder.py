@@ -2,7 +2,8 @@
 
 config.toml · partition.json · random.safetensors (the encoder before training) · metrics.jsonl (a
 line per exchange) · checkpoints/ · server/ (while it runs) · tensorboard/ · summary.json ·
-encoder.safetensors + encoder.json · report.html
+encoder.safetensors + encoder.json · evaluations.json (what ``furlong evaluate`` measured) ·
+report.html
 """
 
 from __future__ import annotations
@@ -55,6 +56,15 @@ class RunFolder:
             raise FurlongError(f"{path} is not a run folder: it has no config.toml.")
         return cls(path)
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Rows like those of summary.json that ``furlong evaluate`` has added since."""
+        rows = self._json("evaluations.json") or []
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise FurlongError(
+                f"{self.path / 'evaluations.json'} does not hold what furlong wrote; move it away."
+            )
+        return rows
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Refuse a second process; the lock ends with this one, however it ends."""
@@ -82,16 +92,17 @@ class RunFolder:
 
     def read(self, name: str) -> dict[str, Any] | None:
         """A JSON object, or ``None`` if the file is not there."""
+        found = self._json(name)
+        if found is not None and not isinstance(found, dict):
+            raise FurlongError(f"{self.path / name} does not hold what furlong wrote.")
+        return found
+
+    def _json(self, name: str) -> Any:
         path = self.path / name
-        if not path.exists():
-            return None
         try:
-            found = json.loads(path.read_text())
+            return json.loads(path.read_text()) if path.exists() else None
         except (OSError, ValueError, RecursionError) as error:
             raise FurlongError(f"cannot read {path}: {error}") from None
-        if not isinstance(found, dict):
-            raise FurlongError(f"{path} does not hold what furlong wrote.")
-        return found
 
     def append(self, line: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""

@@ -24,7 +24,6 @@ from furlong.significance import FEWEST, LEVEL, Difference, holm, paired
 from furlong.words import duration, size
 
 GRID = "compare.json"  # in a grid's folder: its command and its cells
-EVALUATIONS = "evaluations.json"  # further rows like those of summary.json, by ``furlong evaluate``
 SETTING = {
     "data": ("name", "images", "test_images", "image_size", "partition", "clients", "group_by"),
     "model": ("encoder",),
@@ -242,7 +241,7 @@ def read(path: Path) -> Finished | None:
         return None
     try:
         settings = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        rows = [*summary["results"], *further(path)]
+        rows = [*summary["results"], *folder.evaluations()]
         scores = {
             (row["who"], row["protocol"], float(row.get("labels", 1.0))): float(row["accuracy"])
             for row in rows
@@ -256,15 +255,6 @@ def read(path: Path) -> Finished | None:
         raise FurlongError(f"{path} does not hold what furlong wrote: no {error}.") from None
     about = folder.read("encoder.json") or {}
     return Finished(path, settings, summary, scores, str(about.get("encoder", "")))
-
-
-def further(path: Path) -> list[dict[str, Any]]:
-    """Rows of evaluations that were made after the run."""
-    file = path / EVALUATIONS
-    rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    if not isinstance(rows, list):
-        raise FurlongError(f"{file} does not hold what furlong wrote: not a list.")
-    return rows
 
 
 # ---------------------------------------------------------------- grouping

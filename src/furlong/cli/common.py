@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import furlong
+from furlong.tables import PROTOCOLS
 
 app = App(
     name="furlong",
@@ -21,13 +22,10 @@ err = Console(stderr=True, highlight=False)
 dotted: dict[str, Any] = {}  # --section.key options of this call, taken out before cyclopts
 
 
-PROTOCOLS = {"knn": "kNN %", "linear": "linear probe %", "classifier": "own classifier %"}
-
-
 def results_table(rows: list[dict[str, Any]]) -> Table:
     """Who against protocol, in percent."""
     protocols = list(dict.fromkeys(row["protocol"] for row in rows))
-    table = Table("encoder", *[PROTOCOLS.get(p, p) for p in protocols])
+    table = Table("encoder", *[f"{PROTOCOLS.get(p, p)} %" for p in protocols])
     for column in table.columns[1:]:
         column.justify = "right"
     for name in dict.fromkeys(row["who"] for row in rows):

@@ -3,39 +3,96 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
 
-from furlong import config, experiment
-from furlong.cli.common import app, console, dotted, err, results_table
+from furlong import measure
+from furlong.cli.common import app, console, dotted, err
 
 
 @app.command
 def evaluate(
-    folder: Path,
+    place: Path,
     /,
     *,
+    protocols: str | None = None,
     data: str | None = None,
+    random: bool = False,
     as_json: Annotated[bool, Parameter("--json")] = False,
 ) -> None:
-    """Measure a finished run's encoder: kNN and linear probe on the test split.
+    """Measure an encoder: of a finished run, of a run's last checkpoint, or of an exported file.
+
+    Protocols: knn, linear, linear-crops (new crops every epoch), semi-P (fine-tuning with P percent
+    of the labels in one place), federated-P (with the labels staying on the clients),
+    transfer:NAME (fine-tuning on another data set), quality (needs no labels). Options follow
+    behind colons: semi-10:epochs=5:recipe=fcl. docs/evaluate.md says which answers what.
 
     Parameters
     ----------
-    folder
-        The run's folder.
+    place
+        The run's folder, or an encoder that 'furlong export --to safetensors' wrote.
+    protocols
+        Separated by commas (default: knn,linear).
     data
         Another data set to measure on (default: the run's own).
+    random
+        Also measure the encoder before training. Transfer and federated do so anyway.
     as_json
         Print JSON.
     """
-    settings = config.load(folder / "config.toml", ({"data": data} if data else {}) | dotted)
-    with err.status("measuring") if err.is_terminal else nullcontext():
-        rows = experiment.evaluate(folder, settings)
+    overrides = ({"data": data} if data else {}) | dotted
+    settings = measure.settings_of(place, overrides)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn())
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+
+        def tell(text: str, done: int, total: int) -> None:
+            progress.update(task, description=text, completed=done, total=total)
+
+        rows = measure.evaluate(
+            place,
+            settings,
+            protocols,
+            random=random,
+            tell=tell,
+            say=lambda text: err.print(text, markup=False),
+        )
     if as_json:
         print(json.dumps(rows))
-    else:
-        console.print(results_table(rows))
+        return
+    scored = [row for row in rows if "accuracy" in row]
+    if scored:
+        console.print(_accuracy_table(scored))
+    if label_free := [row for row in rows if "accuracy" not in row]:
+        console.print(_quality_table(label_free))
+
+
+def _accuracy_table(rows: list[dict[str, Any]]) -> Table:
+    """Protocol against encoder, in percent; protocols have long names and may be many."""
+    people = sorted({row["who"] for row in rows}, key=lambda name: name != "random")
+    table = Table("accuracy %", "labels", *people)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for protocol in dict.fromkeys(row["protocol"] for row in rows):
+        cells = {row["who"]: row for row in rows if row["protocol"] == protocol}
+        labels = next(iter(cells.values())).get("labelled")
+        table.add_row(
+            protocol,
+            "all" if labels is None else f"{labels:,}",
+            *[f"{100 * cells[p]['accuracy']:.1f}" if p in cells else "–" for p in people],
+        )
+    return table
+
+
+def _quality_table(rows: list[dict[str, Any]]) -> Table:
+    """What can be said without labels."""
+    table = Table("encoder", "alignment", "uniformity", "effective rank", "spread", "")
+    for row in rows:
+        numbers = [f"{row[k]:.3f}" for k in ("alignment", "uniformity")]
+        numbers += [f"{row['effective_rank']:.1f}", f"{row['spread']:.3f}"]
+        table.add_row(row["who"], *numbers, "collapsed" if row["collapsed"] else "")
+    return table

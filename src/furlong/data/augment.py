@@ -266,6 +266,15 @@ class AugmentationPair:
 Recipe = Augmentation | AugmentationPair
 
 
+def crop_flip(recipe: Recipe) -> Augmentation:
+    """Random resized crops (area 0.08 to 1) and flips, with the size and normalisation of another.
+
+    What MoCo's linear probe and SwAV's fine-tuning train on.
+    """
+    base = recipe.first if isinstance(recipe, AugmentationPair) else recipe
+    return Augmentation(size=base.size, scale=(0.08, 1.0), flip=0.5, mean=base.mean, std=base.std)
+
+
 def normalisation(recipe: Recipe) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel that `plain` subtracts and divides by."""
     first = recipe.first if isinstance(recipe, AugmentationPair) else recipe

@@ -1,15 +1,52 @@
-"""Encoder in, numbers out: features, kNN and linear probe of any module, federated or not."""
+"""Encoder in, numbers out: the evaluation protocols for any module, federated or not.
+
+=====================  =============================================================================
+``knn``                is an image near others of its class? No training.
+``linear_probe``       can a linear classifier on frozen features tell the classes apart?
+``semi_supervised``    how far do 1 % or 10 % of the labels go, all in one place?
+``transfer``           does it help on another data set, compared with a random start?
+``quality``            alignment, uniformity, effective rank: without any label
+=====================  =============================================================================
+
+What is trained takes an ``nn.Module``, image sets and a ``seed``, and leaves the module as it was.
+"""
 
 from furlong.evaluate.features import features
 from furlong.evaluate.knn import knn, knn_predict
-from furlong.evaluate.linear import RECIPES, LinearResult, Recipe, linear_probe
+from furlong.evaluate.linear import (
+    RECIPES,
+    LinearResult,
+    Recipe,
+    linear_probe,
+    linear_probe_crops,
+)
+from furlong.evaluate.quality import Quality, alignment, effective_rank, quality, spread, uniformity
+from furlong.evaluate.semi import semi_supervised
+from furlong.evaluate.subset import stratified
+from furlong.evaluate.transfer import transfer
+from furlong.evaluate.tuning import TUNINGS, Tuning, TuningResult, fine_tune, tuning
 
 __all__ = [
     "RECIPES",
+    "TUNINGS",
     "LinearResult",
+    "Quality",
     "Recipe",
+    "Tuning",
+    "TuningResult",
+    "alignment",
+    "effective_rank",
     "features",
+    "fine_tune",
     "knn",
     "knn_predict",
     "linear_probe",
+    "linear_probe_crops",
+    "quality",
+    "semi_supervised",
+    "spread",
+    "stratified",
+    "transfer",
+    "tuning",
+    "uniformity",
 ]

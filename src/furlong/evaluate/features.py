@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from furlong.errors import FurlongError
 from furlong.nets import evaluating
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Inside, torch's random numbers depend on ``seed`` only; outside they go on as before."""
+    with torch.random.fork_rng(devices=[device] if device and device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def features(
