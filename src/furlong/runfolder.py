@@ -58,7 +58,8 @@ class RunFolder:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Rows like those of summary.json that ``furlong evaluate`` has added since."""
-        rows = self._json("evaluations.json") or []
+        found = self._json("evaluations.json")
+        rows = [] if found is None else found
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise FurlongError(
                 f"{self.path / 'evaluations.json'} does not hold what furlong wrote; move it away."

@@ -86,8 +86,9 @@ class Orchestra(Method[Shared, State | None, Shared, Up]):
     leaves: ClassVar[str] = (
         "Weights of the network, its target copy and the rotation layer, and "
         "method.local_clusters centroids, each the mean direction of projections of the client's "
-        "images (8 on average; the official code also sends these projections one by one, which "
-        f"is left out here). {WEIGHTS_REVEAL}"
+        "images. A centroid is of method.memory / method.local_clusters images on average; the "
+        "official code also sends their projections one by one, which is left out here. "
+        f"{WEIGHTS_REVEAL}"
     )
     caution: ClassVar[str] = (
         "Clusters are only about equal in size: a centroid can stand for one image, and does when "
