@@ -264,8 +264,8 @@ def prepare(settings: Config, *, training: bool = True) -> Prepared:
         public = load_public(settings, train)
     elif method.needs_public and training:
         raise FurlongError(
-            f"method {settings.method['name']} needs public images: give --public NAME, e.g. stl10 "
-            "or folder:PATH."
+            f"method {settings.method['name']} needs public images: give --public NAME: "
+            "stl10, folder:PATH, or shapes (drawn, needs no files)."
         )
     device = pick_device(settings.run.device)
     architecture = _architecture(settings, method)

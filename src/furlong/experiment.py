@@ -425,10 +425,8 @@ def _summary(prepared: Prepared, counters: dict[str, float], state: Any) -> dict
 
 
 def _free_folder(settings: Config) -> Path:
-    stem = (
-        f"{settings.method['name'].replace(':', '-').replace('/', '-')}-"
-        + (settings.data.name.split(":")[0])
-    )
+    name = str(settings.method["name"]).rpartition(":")[2]  # of an own method the class
+    stem = f"{name}-{settings.data.name.split(':')[0]}"
     number = 1
     while (path := Path("runs") / f"{stem}-{number}").exists():
         number += 1

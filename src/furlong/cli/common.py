@@ -17,8 +17,9 @@ app = App(
     suppress_keyboard_interrupt=False,  # main says how to go on
     help="Learn one image encoder from many parties that cannot share their images.",
 )
-console = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# no emoji: "dirichlet:A:MIN" is not one, nor is a path with colons
+console = Console(highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 dotted: dict[str, Any] = {}  # --section.key options of this call, taken out before cyclopts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from furlong.cli.common import app, console, dotted, err, results_table
 from furlong.engines.inprocess import keep_freed_memory
 from furlong.errors import FurlongError
 from furlong.words import duration, size
+
+LOG_EVERY = 20.0  # seconds between lines of progress in a log
 
 
 @app.command
@@ -114,7 +117,7 @@ def resume(folder: Path, /, *, workers: int | None = None, device: str | None = 
 
 @contextmanager
 def watching() -> Iterator[tuple[Any, Any]]:
-    """Live progress on a terminal; otherwise only what went wrong."""
+    """Live progress on a terminal; elsewhere, in a log, a line now and then."""
     keep_freed_memory()
     columns = (
         SpinnerColumn(),
@@ -130,19 +133,20 @@ def watching() -> Iterator[tuple[Any, Any]]:
             loss = "–" if status.loss is None else f"{status.loss:.3f}"
             if status.knn is not None:
                 seen["knn"] = f"{100 * status.knn:.1f} %"
-            progress.update(
-                task,
-                completed=status.done,
-                total=status.total,
-                round=status.round + 1,
-                text=f"loss {loss} · kNN {seen['knn']} · {status.images_per_second:,.0f} images/s"
+            text = (
+                f"loss {loss} · kNN {seen['knn']} · {status.images_per_second:,.0f} images/s"
                 f" · up {size(status.bytes_up)} down {size(status.bytes_down)}"
-                f" · {duration(status.seconds_left)} left",
+                f" · {duration(status.seconds_left)} left"
             )
+            now = status.round + 1
+            progress.update(task, completed=status.done, total=status.total, round=now, text=text)
+            if not err.is_terminal and time.monotonic() - said[0] >= LOG_EVERY:
+                said[0] = time.monotonic()
+                err.print(f"exchange {status.done} of {status.total} · {text}", soft_wrap=True)
             for failure in status.failures:
                 err.print(f"round {status.round + 1}: {failure}", markup=False)
 
-        seen = {"knn": "–"}
+        seen, said = {"knn": "–"}, [time.monotonic()]
         yield show, lambda text: err.print(text, markup=False)
 
 

@@ -118,14 +118,14 @@ class FedCA(Method[Server, State, Down, Up]):
         "the alignment model was trained: 0.5 and SimCLR are choices made here."
     )
 
-    temperature: float = 0.5
+    temperature: float = 0.5  # τ; not given in the papers
     dictionary: int = 1024  # K; 0: no dictionary
     ensembling: float = 0.5  # α; 0: rows of the last trained model alone
     alignment: float = 0.01  # β; 0: no alignment, and no public images needed
-    align_images: int = 3200
-    align_epochs: int = 100
+    align_images: int = 3200  # public images that every client gets once
+    align_epochs: int = 100  # of the alignment model's training at the server
     # over the images of a mini-batch; dimensions are summed. "sum" is as printed: B times stronger
-    align_reduction: Literal["mean", "sum"] = "mean"
+    align_reduction: Literal["mean", "sum"] = "mean"  # over images; sum: as printed
     dict_model: Literal["local", "global"] = "local"  # trained (Algorithm 1) or received (text)
     dict_upload: Literal["sample", "full"] = "sample"  # full: all rows go up, the server samples
     exclude_own: bool = False  # send a client only the rows of others: no image is its own negative
