@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from furlong.context import Batch, ClientContext, Networks
 from furlong.data.augment import preset, rotated
-from furlong.errors import FurlongError
+from furlong.engines.inprocess import InProcess
+from furlong.errors import FurlongError, fitting
 from furlong.losses import (
     barlow_twins,
     cosine_simsiam,
@@ -173,6 +174,17 @@ def test_moco_variants_train(prepared: Any, options: dict[str, Any]) -> None:
     server = p.server.init()
     queue = p.method.init_client(local_context(p))
     assert pack(train(p, queue, server).upload) != pack(train(plain, queue, server).upload)
+
+
+@pytest.mark.parametrize(("images", "groups"), [(7, 3), (50, 8), (3, 8), (8, 4)])
+def test_no_part_of_a_batch_is_one_image(images: int, groups: int) -> None:
+    """BatchNorm has no variance of one image."""
+    sizes = []
+    net = nn.BatchNorm1d(4)
+    net.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    FedMoCo(bn_groups=groups).queries(net, torch.randn(images, 4))
+    assert min(sizes) >= 2
+    assert len(sizes) == min(groups, images // 2)
 
 
 def test_keys_come_back_in_order() -> None:
@@ -443,6 +455,22 @@ def test_fedx_learns_from_the_received_model_without_changing_it(prepared: Any) 
 def test_settings_that_cannot_work_are_refused(make: Any, word: str) -> None:
     with pytest.raises(FurlongError, match=word):
         make()
+
+
+def test_what_does_not_fit_in_memory_is_named(prepared: Any) -> None:
+    for method, option in (("orchestra", "global_clusters"), ("fedswav", "prototypes")):
+        p = prepared(method, **{f"method.{option}": 10**12})
+        what = "a table of 1,000,000,000,000 rows of 128" if method == "orchestra" else "prototypes"
+        with pytest.raises(FurlongError, match=f"{what}.* does not fit in memory"):
+            p.server.init()
+    p = prepared("fedmoco", **{"method.bank": 10**12})
+    with (
+        InProcess(p.method, p.federation, p.setup) as transport,
+        pytest.raises(FurlongError, match=r"client 0: a table of .* does not fit in memory"),
+    ):
+        next(p.server.run(p.federation, transport, p.server.init()))
+    with pytest.raises(RuntimeError, match="other"), fitting("it"):
+        raise RuntimeError("another reason")
 
 
 def test_payloads_are_registered() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import io
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -39,3 +43,25 @@ def test_the_comment_behind_a_field_is_its_meaning() -> None:
     assert options["key_update"].meaning == "reset: a copy of the query network"
     assert options["key_update"].kind == "aggregate | reset"
     assert options["bank"].default == 4096
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_comment_at_a_field_is_lost(name: str) -> None:
+    """Behind it, above it, or inside a value of several lines."""
+    source = inspect.getsource(METHODS[name].cls)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT}
+    (made,) = ast.parse(source).body
+    assert isinstance(made, ast.ClassDef)
+    meanings, last = {o.name: o.meaning for o in entry(name).options}, 0
+    for node in made.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            for line in range(last + 1, (node.end_lineno or 0) + 1):
+                if line in comments and node.target.id in meanings:
+                    assert comments[line].lstrip("# ") in meanings[node.target.id]
+        last = node.end_lineno or 0
+
+
+def test_names_of_one_class_say_what_differs() -> None:
+    summaries = [entry(name).summary for name in METHODS]
+    assert len(set(summaries)) == len(METHODS)

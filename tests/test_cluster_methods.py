@@ -125,12 +125,12 @@ def test_prototypes_are_frozen_in_the_first_epochs_of_the_run(
     ("queue", "held"),
     [
         (0, [0] * 6),
-        (16, [0, 0, 16, 16, 16, 16]),
-        (12, [0, 0, 12, 12, 12, 12]),
-        (99, [0] * 3 + [24] * 3),
+        (16, [0, 8, 16, 16, 16, 16]),
+        (12, [0, 8, 12, 12, 12, 12]),
+        (99, [0, 8, 16, 24, 24, 24]),
     ],
 )
-def test_a_full_queue_enlarges_the_batch_of_sinkhorn(
+def test_the_queue_enlarges_the_batch_of_sinkhorn(
     prepared: Any, queue: int, held: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """24 images in batches of 8, two epochs; the queue is not longer than an epoch."""
@@ -142,6 +142,21 @@ def test_a_full_queue_enlarges_the_batch_of_sinkhorn(
         train(method, p.server.init(), client(p, exchange, epochs=2))
         assert [rows.shape[1] for *_, rows in calls] == held
         assert {tuple(scores.shape) for _, scores, _ in calls} == {(2, 8, 6)}
+
+
+def test_the_queue_counts_in_a_round_of_one_epoch(
+    prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the defaults it is longer than the epoch and never gets full."""
+    p = prepared("fedswav")
+    calls = spy(monkeypatch, FedSwAV, "codes")
+    method = replace(p.method, queue=FedSwAV().queue)
+    upload = train(method, p.server.init(), client(p)).upload
+    held = [rows for *_, rows in calls]
+    assert [rows.shape[1] for rows in held] == [0, 8, 16]
+    assert held[2].abs().max() <= 1 + 1e-5  # cosines: rows that were written, nothing else
+    without = train(replace(method, queue=0), p.server.init(), client(p)).upload
+    assert pack(without) != pack(upload)
 
 
 def test_the_queue_only_enlarges_the_batch() -> None:
@@ -313,6 +328,25 @@ def test_orchestra_sends_what_the_specification_counts() -> None:
     first = traffic(flow["cluster"]["down"])
     assert first.features == 0
     assert 2 * first.params == down.params + 4 * 4 * 513  # one network less
+
+
+def test_centroids_that_are_no_unit_rows_are_left_out(prepared: Any) -> None:
+    """They go through no rule of the server; the client's networks do."""
+    p = prepared("orchestra")
+    server, told = p.server.init(), []
+    good = train(p.method, server, client(p, 1)).upload
+    bad = replace(good, centroids=good.centroids * 1.01)
+
+    def after(*uploads: Any) -> Any:
+        ctx = replace(p.server.context(p.server.exchanges()[1]), tell=told.append)
+        reports = [Report(k, 1, 24, upload, {}) for k, upload in enumerate(uploads)]
+        return p.method.aggregate(server, reports, ctx)
+
+    assert torch.equal(after(good, bad).centroids, after(good).centroids)
+    assert told == ["client 1 sent centroids that are no unit rows: left out"]
+    nobody = after(bad)
+    assert torch.equal(nobody.centroids, server.centroids)
+    assert pack(nobody.nets) == pack(good.nets)
 
 
 def test_a_stateful_client_keeps_target_and_memory(prepared: Any) -> None:

@@ -266,6 +266,13 @@ def test_any_tree_gives_a_configuration_or_a_furlong_error(tree: dict[str, Any])
         ("optimiser.lr", 0, 1e-9),
         ("optimiser.lr", -0.1, 0.1),
         ("optimiser.lr", math.nan, 0.1),
+        ("optimiser.momentum", 2, 0),
+        ("optimiser.momentum", 1, 0.999),
+        ("optimiser.momentum", -0.1, 0.9),
+        ("optimiser.momentum", math.nan, 0.9),
+        ("optimiser.weight_decay", -1, 0),
+        ("optimiser.weight_decay", math.nan, 0.1),
+        ("optimiser.weight_decay", math.inf, 0.1),
     ],
 )
 def test_ranges(name: str, bad: float, good: float) -> None:

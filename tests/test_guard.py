@@ -41,6 +41,8 @@ BAD = {
     "broadcastable": with_weight("a.weight", torch.zeros(1, 1)),
     "float64": with_weight("a.weight", torch.zeros(8, 4, dtype=torch.float64)),
     "float counter": with_weight("n", torch.tensor(0.0)),
+    "counter before its overflow": with_weight("n", torch.tensor(2**63 - 1)),
+    "negative counter": with_weight("n", torch.tensor(-1)),
     "extra key": with_weight("evil", torch.zeros(1)),
     "missing key": replace(GOOD, upload=Model({"n": torch.tensor(0)})),
     "other payload": replace(GOOD, upload=Shared(GOOD.upload.weights, {})),
@@ -72,6 +74,7 @@ def test_bad_report_is_refused(kind: str) -> None:
 
 
 def test_large_finite_values() -> None:
+    assert check(with_weight("n", torch.tensor(10**9))) is None
     assert check(with_weight("a.weight", torch.full((8, 4), 9e9))) is None
     assert "beyond" in (check(with_weight("a.weight", torch.full((8, 4), 3e38))) or "")
 

@@ -48,6 +48,8 @@ Rule = Literal[
     "norm_bound",
     "ldawa",
 ]
+FAULTY = ("trimmed_mean", "krum", "multi_krum")  # rules that are told how many may be bad
+ROBUST = ("median", "geometric_median", "norm_bound", *FAULTY)
 SMOOTHING = 1e-6  # RFA's ν: no distance counts as less
 
 
@@ -80,6 +82,8 @@ class ServerSettings:
 
     def withstands(self, clients: int) -> int:
         """The largest f up to ``faulty`` that the rule allows for ``clients`` (below 0: none)."""
+        if self.rule in ROBUST and clients < 3:  # of two, who is to say which is the bad one?
+            return -1
         if self.rule in ("krum", "multi_krum"):
             return min(self.faulty, (clients - 3) // 2)  # n > 2f + 2
         return min(self.faulty, (clients - 1) // 2) if self.rule == "trimmed_mean" else self.faulty
@@ -87,18 +91,19 @@ class ServerSettings:
     @property
     def need(self) -> str:
         """What :meth:`withstands` asks for, in words."""
-        more = 0 if self.rule == "trimmed_mean" else 2
-        return (
-            f"server.rule = {self.rule} needs more than 2·faulty{' + 2' if more else ''} clients "
-            f"in a round: at least {2 * self.faulty + more + 1} with server.faulty = {self.faulty}"
-        )
+        more = 1 if self.rule == "trimmed_mean" else 3
+        least = max(3, 2 * self.faulty + more) if self.rule in FAULTY else 3
+        given = f" with server.faulty = {self.faulty}" if self.rule in FAULTY else ""
+        return f"server.rule = {self.rule} needs at least {least} clients in a round{given}"
 
     def check_cohort(self, size: int) -> None:
         """Refuse a run whose rounds have ``size`` clients, if these are too few."""
-        if self.withstands(size) < self.faulty:
+        possible = self.withstands(size)
+        if possible < self.faulty:
+            other = "another --server.rule" if possible < 0 else "a smaller --server.faulty"
             raise FurlongError(
-                f"{self.need}; a round has {size}. Use more clients, a larger --fraction, or a "
-                "smaller --server.faulty."
+                f"{self.need}; a round has {size}. Use more clients, a larger --fraction, or "
+                f"{other}."
             )
 
     def check_policy(self, policy: BatchNormPolicy) -> None:
@@ -369,7 +374,7 @@ class Collecting(Generic[P]):
         if not heard:
             return current
         if cohort.faulty < settings.faulty:
-            lost = heard < 3
+            lost = cohort.faulty < 0
             so = "the weights stay as they were" if lost else f"now faulty = {cohort.faulty}"
             self._tell(f"{settings.need}; {heard} answered: {so}")
             if lost:

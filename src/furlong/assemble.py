@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from furlong.config import Config, from_tree
 from furlong.context import Exchange, Setup, Shard
@@ -75,18 +75,23 @@ class Prepared:
     def _made(self, make: Callable[..., nn.Module | None], state: Any) -> dict[str, nn.Module]:
         ctx = self.server.context(Exchange(round=self.setup.rounds))
         with threads(), seeded(self.setup.device, self.setup.seed, "encoder"):
+            seen = {who(self.config): torch.arange(len(self.train))}  # whose -> images for it
             if isinstance(self.method, Alone):
                 every = self.method.each(make, state, ctx)
                 made = {f"client {k} alone": module for k, module in every.items()}
+                seen = {f"client {k} alone": rows for k, rows in self.federation.rows.items()}
             else:
                 made = {who(self.config): make(self.method, state, ctx)}
             found = {name: module for name, module in made.items() if module is not None}
-            for module in found.values() if self.method.bn_stats == "recalibrate" else ():
-                rows = shuffled(len(self.train), self.setup.seed, "recalibrate")
-                pixels = self.train.pixels[rows[: self.config.evaluate.monitor_images]]
-                batches = map(self.setup.augment.plain, torch.split(pixels, 500))
-                recalibrate(module, batches)
+            for name, module in found.items() if self.method.bn_stats == "recalibrate" else ():
+                self._recalibrate(module, seen[name])
         return found
+
+    def _recalibrate(self, module: nn.Module, rows: Tensor) -> None:
+        """Estimate BatchNorm's statistics from a sample of the training images ``rows``."""
+        chosen = rows[shuffled(len(rows), self.setup.seed, "recalibrate")]
+        pixels = self.train.pixels[chosen[: self.config.evaluate.monitor_images]]
+        recalibrate(module, map(self.setup.augment.plain, torch.split(pixels, 500)))
 
 
 def who(settings: Config) -> str:

@@ -13,7 +13,7 @@ from furlong.methods import METHODS
 from furlong.payload import parts, traffic
 from furlong.words import size
 
-_COMMENTED = re.compile(r"^    (\w+): [^#\n]*#(?! noqa) (.+)$", re.MULTILINE)
+_FIELD = re.compile(r"((?:^    # .+\n)*)^    (\w+): [^#\n]*(?:# (.+))?$", re.MULTILINE)
 Flow = dict[str, dict[str, Any]]  # exchange -> {"down": payload, "up": payload}
 
 
@@ -60,7 +60,7 @@ def entry(name: str, encoder: str = "resnet18") -> Entry:
         name,
         row.family,
         row.paper,
-        (cls.__doc__ or "").strip().splitlines()[0],
+        row.summary,
         ", ".join(thing for thing, needed in wanted.items() if needed) or "nothing",
         cls.keeps or "nothing",
         re.split(r"(?<=\w)\. (?=[A-Z])", cls.leaves)[0].rstrip("."),
@@ -77,11 +77,13 @@ def _kind(hint: Any) -> str:
 
 
 def _meanings(cls: type) -> dict[str, str]:
-    """Field -> the comment behind it in the source, the nearest class first."""
+    """Field -> the comment above or behind it in the source, the nearest class first."""
     found: dict[str, str] = {}
     for base in cls.__mro__[:-1]:
-        for name, comment in _COMMENTED.findall(inspect.getsource(base)):
-            found.setdefault(name, comment)
+        for above, name, behind in _FIELD.findall(inspect.getsource(base)):
+            lines = [line.strip(" #") for line in above.splitlines()]
+            if comment := " ".join(filter(None, [*lines, behind])):
+                found.setdefault(name, comment)
     return found
 
 

@@ -35,7 +35,7 @@ class DataSettings:
     partition: str = "classes:2"
     clients: int | None = None  # 5, or as many as the natural partition has
     group_by: str | None = None  # natural partition: a column, or "folder" (one per client)
-    augment: str = "auto"  # "shapes" for shapes, else "fedu"
+    augment: str = "auto"  # the method's usual one; on shapes "shapes" if that changes colours
     public: str | None = None  # a data set that the server may see
     public_root: str | None = None  # where it lies, if not in ``root``
     public_images: int | None = None  # use at most this many of it
@@ -322,6 +322,12 @@ def _check(config: Config) -> None:
         raise FurlongError(f"run.seed is {run.seed}; it must be at least 0 and below 2**63")
     if not 0 < train.fraction <= 1:
         raise FurlongError(f"train.fraction is {train.fraction}; it must be above 0 and at most 1")
+    if not 0 <= config.optimiser.momentum < 1:
+        momentum = config.optimiser.momentum
+        raise FurlongError(f"optimiser.momentum is {momentum}; it must be at least 0 and below 1")
+    if not 0 <= config.optimiser.weight_decay < math.inf:
+        decay = config.optimiser.weight_decay
+        raise FurlongError(f"optimiser.weight_decay is {decay}; it must be at least 0 and finite")
     for name, number in (
         ("optimiser.lr", config.optimiser.lr),
         ("evaluate.temperature", config.evaluate.temperature),

@@ -225,11 +225,17 @@ class Context:
         return settings.lr / 2 * (1 + math.cos(math.pi * progress))
 
     def batches_of(
-        self, data: Shard, epochs: int | None = None, *, shuffle: bool = True
+        self,
+        data: Shard,
+        epochs: int | None = None,
+        *,
+        shuffle: bool = True,
+        counted: bool = True,
     ) -> Iterator[Batch]:
         """Batches of ``data``. Shuffled epochs drop the last partial batch, ordered ones keep it.
 
-        A shard smaller than the batch size makes one batch of its own size.
+        A shard smaller than the batch size makes one batch of its own size. ``counted`` batches are
+        what training works through, for ``images_seen``; not so those that it only looks at.
         """
         n, device = len(data), self.setup.device
         size = min(self.setup.batch_size, n)
@@ -239,7 +245,7 @@ class Context:
             for start in range(0, stop, size):
                 index = order[start : start + size]
                 labels = data.labels(index)
-                self.images_seen += len(index)
+                self.images_seen += len(index) if counted else 0
                 yield Batch(
                     data.pixels(index).to(device, non_blocking=True),
                     index,
@@ -267,6 +273,8 @@ class ClientContext(Context):
     client: int
     data: Shard
 
-    def batches(self, epochs: int | None = None, *, shuffle: bool = True) -> Iterator[Batch]:
+    def batches(
+        self, epochs: int | None = None, *, shuffle: bool = True, counted: bool = True
+    ) -> Iterator[Batch]:
         """Batches of the client's images; by default the run's local epochs, shuffled."""
-        return self.batches_of(self.data, epochs, shuffle=shuffle)
+        return self.batches_of(self.data, epochs, shuffle=shuffle, counted=counted)

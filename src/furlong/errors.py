@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class FurlongError(Exception):
@@ -22,3 +23,17 @@ def require(holds: bool, name: str, value: object, rule: str, section: str = "me
     """Refuse a setting that cannot work, e.g. ``require(t > 0, "temperature", t, "above 0")``."""
     if not holds:
         raise FurlongError(f"{section}.{name} is {value}; it must be {rule}")
+
+
+_TOO_LARGE = ("can't allocate memory", "out of memory", "size calculation overflowed")
+
+
+@contextmanager
+def fitting(what: str) -> Iterator[None]:
+    """Name ``what`` is made inside if it does not fit in memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch has no type for this on a CPU
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _TOO_LARGE):
+            raise
+        raise FurlongError(f"{what} does not fit in memory: choose smaller settings") from None

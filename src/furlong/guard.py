@@ -25,6 +25,7 @@ class Guard:
     max_examples: int = 1_000_000_000
     max_metrics: int = 64
     max_value: float = 1e10  # squares of such numbers are still finite
+    max_count: int = 2**53  # the largest integer wins and counts on: far from an overflow
     sizes: Mapping[int, int] = field(default_factory=dict)  # what clients are known to hold
 
     def check(self, report: Any, expected: Any, exchange: Exchange, client: int) -> str | None:
@@ -53,9 +54,12 @@ class Guard:
         return None
 
     def _values(self, name: str, tensor: Tensor) -> str | None:
-        if not tensor.is_floating_point() or not tensor.numel():
+        if not tensor.numel():
             return None
-        low, high = (float(v) for v in torch.aminmax(tensor.detach()))  # NaN goes through
+        low, high = (v.item() for v in torch.aminmax(tensor.detach()))  # NaN goes through
+        if not tensor.is_floating_point():
+            good = 0 <= low <= high <= self.max_count
+            return None if good else f"{name} holds a count beyond 0 to {self.max_count}"
         if not (math.isfinite(low) and math.isfinite(high)):
             return f"{name} holds NaN or infinity"
         if max(-low, high) > self.max_value:

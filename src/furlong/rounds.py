@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from furlong.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
-from furlong.errors import FurlongError
+from furlong.errors import FurlongError, fitting
 from furlong.federation import Federation
 from furlong.guard import Guard
 from furlong.method import Method, Report
@@ -229,7 +229,7 @@ class Server(Generic[S, D, U]):
 
     def init(self) -> S:
         """The server's state before the first exchange."""
-        with self.computing("init"):
+        with self.computing("init"), fitting("what the server begins with (networks, prototypes)"):
             return self.method.init_server(self.context(Exchange(round=0)))
 
     def exchanges(self) -> list[Exchange]:

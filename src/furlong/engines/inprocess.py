@@ -446,7 +446,9 @@ def _work(engine: InProcess, server: socket.socket, other: socket.socket, parent
 
 
 def _describe(error: BaseException) -> str:
-    """One line that names the error and where it was raised."""
+    """One line that names the error and where it was raised, unless it is for a user."""
+    if isinstance(error, FurlongError):
+        return str(error)[:2000]
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error)[:2000]}{where}"

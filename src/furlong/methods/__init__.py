@@ -40,11 +40,17 @@ class Row:
     fields: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""  # if the name has another paper than the class
     server: Mapping[str, Any] = field(default_factory=dict)  # settings of [server] it stands for
+    about: str = ""  # if the name is for something else than the class
 
     @property
     def paper(self) -> str:
         """Where the method was published."""
         return self.source or self.cls.paper
+
+    @property
+    def summary(self) -> str:
+        """What the method does, in one sentence."""
+        return self.about or (self.cls.__doc__ or "").strip().splitlines()[0]
 
 
 METHODS: dict[str, Row] = {
@@ -55,6 +61,7 @@ METHODS: dict[str, Row] = {
         source="Rehman et al., L-DAWA: Layer-wise Divergence Aware Weight Aggregation in Federated "
         "Self-Supervised Visual Representation Learning, ICCV 2023",
         server={"rule": "ldawa"},
+        about="SimCLR; the server weighs each tensor of a client by its cosine with its own one.",
     ),
     "fedmoco": Row(FedMoCo, "contrastive"),
     "fcl": Row(FCL, "contrastive"),
@@ -65,6 +72,7 @@ METHODS: dict[str, Row] = {
         "non-contrastive",
         {"predictor": "global"},
         "Grill et al., Bootstrap Your Own Latent (BYOL), NeurIPS 2020; the baseline of FedU",
+        about="BYOL; the global encoder and predictor replace a client's, its target stays.",
     ),
     "fedsimsiam": Row(FedSimSiam, "non-contrastive"),
     "fedbarlow": Row(FedBarlow, "non-contrastive"),
@@ -83,6 +91,7 @@ METHODS: dict[str, Row] = {
         "supervised",
         {"mu": 0.01},
         "Li et al., Federated Optimization in Heterogeneous Networks (FedProx), MLSys 2020",
+        about="Learn the labels without moving far away from the global weights.",
     ),
     "moon": Row(MOON, "supervised"),
 }

@@ -43,10 +43,10 @@ class Alone(Wrapping[Each]):
         return alone(ctx if isinstance(ctx, ClientContext) else replace(ctx), client)
 
     def plan(self, setup: Setup) -> Iterator[Exchange]:
-        """As the method plans; where it would choose clients, all of them."""
+        """As the method plans; where it would choose or sample clients, all of them."""
         everyone = tuple(sorted(setup.sizes))
         for exchange in self.inner.plan(setup):
-            yield replace(exchange, clients=everyone) if exchange.clients else exchange
+            yield exchange if exchange.clients == () else replace(exchange, clients=everyone)
 
     def init_server(self, ctx: ServerContext) -> Each:
         """The same start for everybody."""
@@ -63,8 +63,9 @@ class Alone(Wrapping[Each]):
             with torch.random.fork_rng(devices=[]):  # the random numbers that it would have alone
                 states[client] = self.inner.aggregate(states[client], answers, own)
             measured.append(own.metrics)
-        for name in measured[0] if measured else ():
-            ctx.metrics[name] = sum(m[name] for m in measured) / len(measured)
+        for name in {name: None for metrics in measured for name in metrics}:
+            values = [metrics[name] for metrics in measured if name in metrics]
+            ctx.metrics[name] = sum(values) / len(values)
         return Each(states)
 
     def each(self, make: Callable[..., Y], server: Each, ctx: ServerContext) -> dict[int, Y]:

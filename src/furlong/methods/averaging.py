@@ -65,12 +65,25 @@ class Averaging(Method[D, C, D, D]):
 
 
 @dataclass(frozen=True)
-class OneNetwork(Averaging[Model, None]):
-    """One network, trained by one loss; clients keep nothing. Most baselines are no more."""
+class OneModel(Averaging[Model, C]):
+    """One network's weights are all that travels."""
 
     @abstractmethod
     def network(self, ctx: Context) -> nn.Module:
         """The network; its part ``backbone`` is the encoder."""
+
+    def init_server(self, ctx: ServerContext) -> Model:
+        """A freshly initialised network."""
+        return Model(snapshot(self.network(ctx)))
+
+    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
+        """The backbone."""
+        return backbone(server.weights, ctx)
+
+
+@dataclass(frozen=True)
+class OneNetwork(OneModel[None]):
+    """One network, trained by one loss; clients keep nothing. Most baselines are no more."""
 
     @abstractmethod
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
@@ -79,10 +92,6 @@ class OneNetwork(Averaging[Model, None]):
     def penalty(self, net: nn.Module, start: Weights) -> Tensor | None:  # noqa: ARG002
         """What comes on top for moving away from ``start``, the global network."""
         return None
-
-    def init_server(self, ctx: ServerContext) -> Model:
-        """A freshly initialised network."""
-        return Model(snapshot(self.network(ctx)))
 
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
         """Replace the network by the global one and train it."""
@@ -93,10 +102,6 @@ class OneNetwork(Averaging[Model, None]):
             loss, penalty = self.loss(net, batch), self.penalty(net, start)
             optimiser.step(loss if penalty is None else loss + penalty)
         return Local(state, Model(snapshot(net)), optimiser.metrics())
-
-    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
-        """The backbone."""
-        return backbone(server.weights, ctx)
 
 
 def proximal(part: nn.Module, start: Weights) -> Tensor:

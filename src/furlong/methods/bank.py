@@ -6,10 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from furlong.errors import fitting
+
 
 def new_bank(size: int, width: int) -> Tensor:
     """Random unit rows ``size``×``width``: negatives that repel from nowhere in particular."""
-    return F.normalize(torch.randn(size, width), dim=1)
+    with fitting(f"a table of {size:,} rows of {width} numbers"):
+        return F.normalize(torch.randn(size, width), dim=1)
 
 
 def enqueue(bank: Tensor, position: int, rows: Tensor) -> int:

@@ -125,7 +125,7 @@ class FedCA(Method[Server, State, Down, Up]):
     align_images: int = 3200  # public images that every client gets once
     align_epochs: int = 100  # of the alignment model's training at the server
     # over the images of a mini-batch; dimensions are summed. "sum" is as printed: B times stronger
-    align_reduction: Literal["mean", "sum"] = "mean"  # over images; sum: as printed
+    align_reduction: Literal["mean", "sum"] = "mean"
     dict_model: Literal["local", "global"] = "local"  # trained (Algorithm 1) or received (text)
     dict_upload: Literal["sample", "full"] = "sample"  # full: all rows go up, the server samples
     exclude_own: bool = False  # send a client only the rows of others: no image is its own negative

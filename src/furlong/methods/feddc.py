@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from furlong.clustering import random_rows, spherical_kmeans
-from furlong.context import ClientContext, Context, ServerContext
+from furlong.context import ClientContext, Context
 from furlong.errors import require
 from furlong.losses import IGNORED, cluster_cross_entropy
 from furlong.method import Local
-from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, Model, backbone, projecting
+from furlong.methods.averaging import WEIGHTS_REVEAL, Model, OneModel, projecting
 from furlong.methods.fedswav import project
 from furlong.nets import untracked
 from furlong.weights import snapshot
@@ -36,7 +36,7 @@ Bank = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class FedDC(Averaging[Model, None]):
+class FedDC(OneModel[None]):
     """Predict the clusters that k-means found among the client's own images."""
 
     paper: ClassVar[str] = "Caron et al. 2020 (DeepCluster-v2), averaged as in McMahan et al. 2017"
@@ -60,10 +60,6 @@ class FedDC(Averaging[Model, None]):
         """Backbone and projector: images B×C×H×W to projections B×d."""
         return projecting(self.projection_head, ctx)
 
-    def init_server(self, ctx: ServerContext) -> Model:
-        """A freshly initialised network."""
-        return Model(snapshot(self.network(ctx)))
-
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
         """Fill the bank; then cluster and train, epoch by epoch."""
         net = ctx.network("net", lambda: self.network(ctx), down.weights)
@@ -71,7 +67,7 @@ class FedDC(Averaging[Model, None]):
         # random views and batch statistics, as the official init_memory; but it is no training, so
         # the running statistics stay
         with torch.no_grad(), untracked(net):
-            bank = [(batch.index, project(net, batch)) for batch in ctx.batches(1)]
+            bank = [(batch.index, project(net, batch)) for batch in ctx.batches(1, counted=False)]
         for _ in range(ctx.setup.epochs):
             clusters = self.cluster(bank, ctx)
             bank = []
@@ -108,7 +104,3 @@ class FedDC(Averaging[Model, None]):
             everybody[index.to(rows.device)] = assigned
             found.append((centroids, everybody))
         return found
-
-    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
-        """The backbone."""
-        return backbone(server.weights, ctx)

@@ -111,7 +111,8 @@ class FedMoCo(Averaging[Nets, Queue]):
         """Projections B×d; BatchNorm sees the parts of the batch one by one."""
         if self.bn_groups == 1:
             return net(view)  # type: ignore[no-any-return]
-        return torch.cat([net(part) for part in view.chunk(min(self.bn_groups, len(view) // 2))])
+        parts = view.tensor_split(min(self.bn_groups, len(view) // 2))  # of two images at least
+        return torch.cat([net(part) for part in parts])
 
     def keys(self, net: nn.Module, view: Tensor) -> Tensor:
         """Unit rows B×d; the parts are others than the queries' (MoCo's shuffling)."""

@@ -86,12 +86,16 @@ class FedSwAV(Averaging[Prototyped, None]):
     def local_update(
         self, state: None, down: Prototyped, ctx: ClientContext
     ) -> Local[None, Prototyped]:
-        """Train encoder and prototypes; the queue begins empty, as old rows are of old weights."""
+        """Train encoder and prototypes; the queue begins empty, as old rows are of old weights.
+
+        Its rows count as soon as they are there. The official code waits until it is full: here a
+        queue for one epoch would then be full when the round is over.
+        """
         net = ctx.network("net", lambda: self.network(ctx), down.encoder)
         layer = ctx.network("prototypes", lambda: self.layer(ctx), down.prototypes)
         assert isinstance(layer, nn.Linear)
         optimiser = ctx.optimiser(net, layer)
-        # no longer than an epoch, or a client with few images would never fill it
+        # no longer than an epoch: a longer one would hold older projections of the same images
         queue = torch.empty(min(self.queue, len(ctx.data)), 2, layer.in_features)
         queue, seen = queue.to(ctx.setup.device), 0
         for epoch in range(ctx.setup.epochs):
@@ -100,8 +104,7 @@ class FedSwAV(Averaging[Prototyped, None]):
             for batch in ctx.batches(1):
                 z = project(net, batch)
                 scores = layer(z)
-                # as in the official code the queue counts only when all its rows are there
-                held = queue.transpose(0, 1) if seen >= len(queue) else z[:, :0]
+                held = queue[:seen].transpose(0, 1)
                 codes = self.codes(scores.detach(), held @ layer.weight.detach().T)
                 optimiser.step(swapped_prediction(scores, codes, self.temperature))
                 with torch.no_grad():

@@ -16,15 +16,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from furlong.context import ClientContext, Context, ServerContext
+from furlong.context import ClientContext, Context
 from furlong.errors import require
 from furlong.losses import nt_xent, relational
 from furlong.method import Local
 from furlong.methods.averaging import (
     WEIGHTS_REVEAL,
-    Averaging,
     Model,
-    backbone,
+    OneModel,
     extended,
     predicting,
     projecting,
@@ -33,7 +32,7 @@ from furlong.weights import snapshot
 
 
 @dataclass(frozen=True)
-class FedX(Averaging[Model, None]):
+class FedX(OneModel[None]):
     """Contrast, and relate to other images, as oneself and as the global model does."""
 
     paper: ClassVar[str] = (
@@ -45,9 +44,7 @@ class FedX(Averaging[Model, None]):
     temperature: float = 0.1
     local_temperature: float = 0.1  # of the relations' mean, local (the code's ts) …
     global_temperature: float = 0.1  # … and global (tt)
-    reverse_kl: bool = (
-        False  # KL(mean‖relation), what the authors' code computes, not the paper's JS
-    )
+    reverse_kl: bool = False  # KL(mean‖relation) as in the authors' code, not the paper's JS
     projection_head: str = "fedx_proj"
     prediction_head: str = "fedx_pred"
 
@@ -61,16 +58,12 @@ class FedX(Averaging[Model, None]):
         predictor = predicting(self.projection_head, self.prediction_head, ctx)
         return extended(net, predictor=predictor)
 
-    def init_server(self, ctx: ServerContext) -> Model:
-        """A freshly initialised network."""
-        return Model(snapshot(self.network(ctx)))
-
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
         """Two views of a batch and one view of another, through both networks."""
         net = ctx.network("net", lambda: self.network(ctx), down.weights)
         received = ctx.network("received", lambda: self.network(ctx), down.weights).eval()
         optimiser = ctx.optimiser(net)
-        for batch, others in zip(ctx.batches(), ctx.batches(), strict=True):
+        for batch, others in zip(ctx.batches(), ctx.batches(counted=False), strict=True):
             images = torch.cat([*batch.views(), *others.views(1)])
             projected = net[:2](images)  # type: ignore[index]
             predicted = net[2](projected)  # type: ignore[index]
@@ -87,7 +80,3 @@ class FedX(Averaging[Model, None]):
         own = nt_xent(z1, z2, t) + relational(z1, z2, z3, t, self.local_temperature, turned)
         taught_by = relational(y1, y2, g3, t, self.global_temperature, turned)
         return own + nt_xent(y1, g2, t) + taught_by
-
-    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
-        """The backbone."""
-        return backbone(server.weights, ctx)

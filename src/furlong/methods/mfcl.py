@@ -223,7 +223,8 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         pairs = torch.empty(len(own), 2, *self.shape(ctx.setup))
         shard = Shard(ctx.data.images, ctx.data.rows[own[torch.randperm(len(own))]])
         start = 0
-        for batch in ctx.batches_of(shard, 1, shuffle=False) if len(own) else ():
+        once = ctx.batches_of(shard, 1, shuffle=False, counted=False) if len(own) else ()
+        for batch in once:
             with torch.no_grad(), peers(encoder) if self.pair_codes else nullcontext():
                 first, second = encoder(torch.cat(batch.views())).chunk(2)
             pairs[start : start + len(first), 0] = first

@@ -22,9 +22,8 @@ from furlong.errors import require
 from furlong.losses import moon_contrast
 from furlong.method import Local
 from furlong.methods.averaging import (
-    Averaging,
     Model,
-    backbone,
+    OneModel,
     extended,
     filled,
     projected_width,
@@ -35,7 +34,7 @@ from furlong.weights import snapshot
 
 
 @dataclass(frozen=True)
-class MOON(Averaging[Model, Model | None]):
+class MOON(OneModel[Model | None]):
     """Learn the labels; stay nearer to the global model's view of an image than to one's own."""
 
     paper: ClassVar[str] = "Li, He, Song, Model-Contrastive Federated Learning, CVPR 2021"
@@ -59,10 +58,6 @@ class MOON(Averaging[Model, Model | None]):
         width = projected_width(self.projection_head, ctx)
         net = projecting(self.projection_head, ctx)  # first: the same start as other methods
         return extended(net, classifier=nn.Linear(width, ctx.setup.classes))
-
-    def init_server(self, ctx: ServerContext) -> Model:
-        """A freshly initialised network."""
-        return Model(snapshot(self.network(ctx)))
 
     def local_update(
         self, state: Model | None, down: Model, ctx: ClientContext
@@ -90,10 +85,6 @@ class MOON(Averaging[Model, Model | None]):
         """Images B×C×H×W to B×d_z."""
         z: Tensor = net.get_submodule("projector")(net.get_submodule("backbone")(view))
         return z
-
-    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
-        """The backbone."""
-        return backbone(server.weights, ctx)
 
     def classifier(self, server: Model, ctx: ServerContext) -> nn.Module:
         """The whole network."""

@@ -162,7 +162,7 @@ class Orchestra(Method[Shared, State | None, Shared, Up]):
         rows: list[Tensor] = []
         with untracked(target):
             while sum(map(len, rows)) < self.memory:
-                for batch in ctx.batches(1):
+                for batch in ctx.batches(1, counted=False):
                     rows.append(F.normalize(target(batch.views(1)[0]), dim=1))
                     if sum(map(len, rows)) >= self.memory:
                         break
@@ -208,17 +208,22 @@ class Orchestra(Method[Shared, State | None, Shared, Up]):
         for report in reports:
             if report.upload.nets is not None:
                 combined.add(report.upload.nets, report.examples)
+            rows = report.upload.centroids
+            if (torch.linalg.vector_norm(rows, dim=1) - 1).abs().max() > 1e-3:
+                ctx.tell(f"client {report.client} sent centroids that are no unit rows: left out")
+                continue
             # a copy: the upload's tensors are views that keep its whole buffer alive
-            local.append(report.upload.centroids.clone())
-        if not local:
-            return server
-        assert server.centroids is not None
-        rows, device = torch.cat(local), ctx.setup.device
-        fitted = fit_prototypes(
-            server.centroids.to(device), rows.to(device), self.temperature, self.server_steps
-        )
+            local.append(rows.clone())
         trained = ctx.exchange.kind != "cluster"
-        return Shared(combined.onto(server.nets) if trained else server.nets, fitted.cpu())
+        nets = combined.onto(server.nets) if trained else server.nets
+        if not local:
+            return Shared(nets, server.centroids)
+        assert server.centroids is not None
+        start, device = server.centroids, ctx.setup.device
+        fitted = fit_prototypes(
+            start.to(device), torch.cat(local).to(device), self.temperature, self.server_steps
+        )
+        return Shared(nets, fitted.cpu())
 
     def encoder(self, server: Shared, ctx: ServerContext) -> nn.Module:
         """The backbone of θ."""
