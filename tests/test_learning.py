@@ -1,8 +1,7 @@
 """Methods learn: kNN on ``shapes`` rises over the random encoder within seconds.
 
-Two clients, 1,500 small figures, seed 7. The methods that are not here (BYOL, SimSiam, MoCo and what
-is built on them, SwAV, Orchestra, the autoencoder, L-DAWA, MFCL) need more steps than a test may take:
-docs/results.md has them on CIFAR-10, where they do.
+Two clients, 1,500 small figures, seed 7. Methods that are not here need more steps than a test may
+take; docs/results.md has them on CIFAR-10.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     caution: ClassVar[str] = (
         "The representations are invertible by construction: the decoder that was trained to "
         "invert them is at the server, and rep32 has 65,536 values for an image of 3,072. "
-        "BatchNorm's collapse in the paper depends on bn_stats, and its GroupNorm baseline had other groups. "
+        "BatchNorm's collapse in the paper depends on bn_stats, and its GroupNorm baseline had "
+        "other groups. "
         "Refreshing the views every epoch costs more traffic than averaging whole encoders."
     )
 
