@@ -195,6 +195,6 @@ def test_unknown_recipe() -> None:
 
 
 def test_a_probe_that_diverged_has_no_accuracy() -> None:
-    (x, y), (test, wanted) = blobs(40), blobs(12)
+    (x, y), (test, wanted) = blobs(40, spread=9), blobs(12, spread=9)
     with pytest.raises(FurlongError, match="the linear probe diverged"):
         linear_probe(x, y, test, wanted, recipe="moco", lr=1e38)
