@@ -272,7 +272,7 @@ def _from_checkpoint(
             "goes on with the run."
         )
     when = ""
-    if saved.done < total:
+    if not about:
         say(f"{folder.path} has not finished: measuring it after exchange {saved.done} of {total}.")
         when = f", exchange {saved.done} of {total}"
     setup = prepared.setup

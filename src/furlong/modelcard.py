@@ -147,6 +147,7 @@ def _since(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
         if who != THIS and who.endswith(" alone"):
             continue
         data, given = str(row.get("data", "")), dict(row.get("settings") or {})
+        given.pop("seed" if "run.seed" in given else "", None)  # the same number
         if "data.name" in given:
             given["data.name"] = short(str(given["data.name"]))
         protocol = str(row.get("protocol", ""))

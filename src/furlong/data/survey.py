@@ -327,7 +327,8 @@ def _suggested(found: dict[str, Any]) -> dict[str, Any]:
     augment, augment_why = _augment(found)
     clients = _clients(found["images"])
     least = min(found["sites"].values(), default=found["images"] // clients)
-    whose = "the smallest site" if found["sites"] else f"each of {clients} clients"
+    heap = "one client" if clients == 1 else f"each of {clients} clients"
+    whose = "the smallest site" if found["sites"] else heap
     batch = max(8, min(128, 1 << max(0, (least // 4).bit_length() - 1)))
     pixels = found["images"] * 3 * size * size
     return {
@@ -361,8 +362,7 @@ def _size(found: dict[str, Any]) -> tuple[int, str]:
 
 def _encoder(images: int) -> tuple[str, str]:
     if images < 2_000:
-        few = "1 image is" if images == 1 else f"{images:,} images are"
-        return "small", f"{few} few for a larger network, and this one is quick"
+        return "small", f"too few images ({images:,}) for a larger network; this one is quick"
     if images < 200_000:
         return "resnet18", "the papers' choice for tens of thousands of images"
     return "resnet50", "enough images for a larger network; resnet18 is faster"
