@@ -192,3 +192,9 @@ def test_nonsense_is_refused(evaluate: object, change: dict[str, Tensor], messag
 def test_unknown_recipe() -> None:
     with pytest.raises(FurlongError, match="Did you mean 'default'"):
         linear_probe(*blobs(8), *blobs(8), recipe="defualt")
+
+
+def test_a_probe_that_diverged_has_no_accuracy() -> None:
+    (x, y), (test, wanted) = blobs(40, spread=9), blobs(12, spread=9)
+    with pytest.raises(FurlongError, match="the linear probe diverged"):
+        linear_probe(x, y, test, wanted, recipe="moco", lr=1e38)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from furlong import experiment, load_encoder
+from furlong import experiment, load_encoder, measure
 from furlong import export as exporting
 from furlong.errors import FurlongError
 from furlong.export import export
@@ -268,6 +268,34 @@ def test_the_card_says_what_the_run_says(run: Path, tmp_path: Path) -> None:
     assert "None" not in card
 
 
+def test_the_card_has_the_rule_and_what_was_measured_since(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    settings = measure.settings_of(folder, {"data.test_images": 20})
+    rows = measure.evaluate(folder, settings, "semi-30:epochs=1,quality")
+    secret = {
+        "data": "folder:/home/me/secret/cats",
+        "protocol": "knn on folder:/home/me/secret/cats",
+    }
+    given = {"data.name": secret["data"], "seed": 0}
+    kept = [*rows, {**rows[0], **secret, "settings": given}]
+    (folder / "evaluations.json").write_text(json.dumps(kept))
+    card = export(folder, "safetensors").card.read_text()
+    assert "| merged at the server by | mean |" in card
+    assert f"| federated | semi-30:epochs=1 | {100 * rows[0]['accuracy']:.1f}" in card
+    assert "data.test_images 20" in card
+    assert f"effective rank {rows[1]['effective_rank']:.3g}" in card
+    assert "knn on folder:cats" in card
+    assert "secret" not in card
+    text = (folder / "config.toml").read_text()
+    changed = text.replace('rule = "mean"', 'rule = "trimmed_mean"').replace(
+        "faulty = 1", "faulty = 2"
+    )
+    (folder / "config.toml").write_text(changed)
+    card = export(folder, "safetensors", force=True).card.read_text()
+    assert "| merged at the server by | trimmed_mean (faulty 2) |" in card
+
+
 def test_what_is_absent_is_said_to_be_absent(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
@@ -299,6 +327,12 @@ def test_statistics_that_stay_are_not_said_to_leave(run: Path, tmp_path: Path) -
     card = export(folder, "safetensors", force=True).card.read_text()
     assert "| weights | params |" in card
     assert "| weights | buffers |" not in card
+
+
+@pytest.mark.parametrize("place", [".", "/", ".."])
+def test_a_folder_is_no_file_to_write(run: Path, place: str) -> None:
+    with pytest.raises(FurlongError, match="is a folder: name a file in it with --out"):
+        export(run, "safetensors", Path(place), force=True)
 
 
 def test_nothing_is_replaced_unasked(run: Path, tmp_path: Path) -> None:

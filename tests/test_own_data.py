@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import zlib
@@ -190,12 +191,34 @@ def test_check_of_a_heap_and_of_nothing(call: Call, tmp_path: Path) -> None:
     assert found["sites"] == {}
     assert found["suggested"]["image_size"]["value"] == 128
     assert found["suggested"]["augment"]["value"] == "mfcl"  # all grey
-    assert "--partition iid" in found["next"][1]
+    assert "--partition iid --clients 2 " in found["next"][1]
     (tmp_path / "none").mkdir()
     assert "no file in it" in call("check", "none").err
     (tmp_path / "none" / "a.txt").write_text("x")
     assert call("check", "none").code == 1
     assert "no such folder" in call("check", "absent").err
+
+
+@pytest.mark.parametrize(("count", "clients", "each"), [(4, 2, 2), (9, 4, 2), (16, 5, 3)])
+def test_few_images_are_dealt_out_so_that_they_reach(
+    call: Call, tmp_path: Path, count: int, clients: int, each: int
+) -> None:
+    (tmp_path / "heap").mkdir()
+    for i in range(count):
+        picture(i).save(tmp_path / "heap" / f"{i}.png")
+    found = json.loads(call("check", "heap", "--json").out)
+    assert f"--clients {clients} " in found["next"][1]
+    reason = found["suggested"]["batch_size"]["reason"]
+    assert reason == f"each of {clients} clients has {each} images only"
+
+
+def test_one_image_is_too_few(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "heap").mkdir()
+    picture(1).save(tmp_path / "heap" / "1.png")
+    said = call("check", "heap").out
+    assert "add images first" in said
+    assert "--clients" not in said
+    assert "one client has 1 image only" in " ".join(said.split())
 
 
 def test_check_of_a_table(call: Call, tmp_path: Path, sites: Path) -> None:
@@ -343,6 +366,43 @@ def test_features_of_another_encoder_are_refused(
     assert "not a file of" in call("neighbours", run, query, "--in", "x.parquet").err
     broken = sites / "bergen" / "truncated.png"
     assert "cannot be read: corrupt" in call("neighbours", run, broken, "--in", sites).err
+
+
+def test_a_table_that_was_changed_is_refused(call: Call, run: Path, sites: Path) -> None:
+    query = sites / "aachen" / "1.png"
+    call("embed", run, sites, "--out", "f.parquet")
+    table = pq.read_table("f.parquet")
+    assert call("neighbours", run, query, "--in", "f.parquet").code == 0
+    wide = pa.array([[0.0] * 3] * len(table), pa.list_(pa.float32(), 3))
+    place = table.schema.get_field_index("feature")
+    for changed, what in (
+        (table.drop_columns(["feature"]), "feature is absent"),
+        (table.set_column(place, "feature", wide), "[3], not"),
+        (table.set_column(place, "feature", table["width"]), "feature is int32, not"),
+        (table.drop_columns(["path"]), "path is absent"),
+    ):
+        pq.write_table(changed, "g.parquet")
+        told = call("neighbours", run, query, "--in", "g.parquet")
+        assert told.code == 2
+        assert "is not as 'furlong embed' wrote it" in told.err
+        assert what in told.err
+
+
+def test_names_that_are_not_unicode_are_found_again(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    folder.mkdir()
+    for i in range(3):
+        picture(i).save(folder / f"{i}.png")
+    odd = Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.png"))
+    (folder / "0.png").rename(odd)
+    embedder = embedding.Embedder(run)
+    embedding.embed(embedder, folder, tmp_path / "f.parquet")
+    root, stored = embedding.stored_rows(embedder, tmp_path / "f.parquet")
+    for rows in (stored, embedding.folder_rows(embedder, folder, [])):
+        found = embedding.nearest_images(embedder.one(odd), rows, 3)
+        page = embedding.page(odd, root, found, embedder.about)
+        assert "not readable now" not in page
+        assert "the query itself" in page
 
 
 def test_a_picture_that_is_gone_is_said_to_be(run: Path, tmp_path: Path) -> None:

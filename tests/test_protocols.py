@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from furlong.evaluate.linear import decay
 from furlong.evaluate.tuning import new_head
 from furlong.nets import build_encoder
 
+tuning_module = importlib.import_module("furlong.evaluate.tuning")  # the name is a function's, too
 PLAIN = preset("none", 16)
 
 
@@ -249,6 +251,40 @@ def test_the_first_step_is_that_of_sgd_with_two_rates() -> None:
     torch.testing.assert_close(encoder.shifts[-1], -0.5 * twin.shift.grad, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_the_head_learns_at_a_rate_of_its_own(
+    optimiser: Literal["sgd", "adam"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder that is not to move, and a head that does: by head_lr times its gradient."""
+    heads: list[nn.Linear] = []
+
+    def keep(kind: Literal["linear", "mlp"], width: int, classes: int) -> nn.Module:
+        head = new_head(kind, width, classes)
+        assert isinstance(head, nn.Linear)
+        heads.append(head)
+        return head
+
+    monkeypatch.setattr(tuning_module, "new_head", keep)
+    train, encoder = coloured(16), Recorder()
+    plan = replace(tuning("fcl-1", epochs=1, batch_size=16, crops=False), optimiser=optimiser)
+    assert plan.head_lr == 5
+    fine_tune(encoder, train, train, replace(plan, lr=1e-30), seed=0)
+    assert encoder.shifts[-1].abs().max() < 1e-20
+    # the bias began at zero; the first step of Adam is its rate, whatever the gradient is
+    moved = heads[0].bias.detach()
+    if optimiser == "adam":
+        torch.testing.assert_close(moved.abs(), torch.full((4,), 5.0), rtol=1e-3, atol=0)
+        return
+    with seeded(0):
+        head = new_head("linear", 3, 4)
+    assert train.labels is not None
+    scores = head(Recorder().train()(PLAIN.plain(train.pixels)))
+    nn.functional.cross_entropy(scores, train.labels).backward()
+    gradient = head.get_parameter("bias").grad
+    assert gradient is not None
+    torch.testing.assert_close(moved, -5.0 * gradient, atol=1e-6, rtol=1e-4)
+
+
 def test_a_separable_toy_is_solved() -> None:
     train, test = coloured(200), coloured(60, seed=1)
     for plan in (tuning("fedu", epochs=15), tuning("fedca", epochs=15)):
@@ -344,6 +380,11 @@ def test_divergence_is_said() -> None:
     plan = replace(tuning("fedu", epochs=3), optimiser="sgd", lr=1e30, head_lr=1e30)
     with pytest.raises(FurlongError, match="diverged"):
         fine_tune(small(), coloured(20), coloured(20), plan, augment=PLAIN)
+
+
+def test_batches_in_which_nothing_is_trained_are_refused() -> None:
+    with pytest.raises(FurlongError, match="batch_size is 1; fine-tuning needs at least 2"):
+        tuning("fedu", batch_size=1)
 
 
 def test_unknown_recipes() -> None:

@@ -31,6 +31,7 @@ from furlong.rounds import Server, cohort_size, seed_of, seeded, shuffled, threa
 from furlong.weights import recalibrate
 
 HOLDOUT = 0.1  # of a labelled set that has no test split
+NO_SPLIT = "no test split"
 
 
 @dataclass
@@ -99,18 +100,25 @@ def who(settings: Config) -> str:
     return {"none": "federated", "single": "alone", "pooled": "pooled"}[settings.run.bound]
 
 
-def load_data(settings: Config) -> tuple[ImageSet, ImageSet | None, list[str]]:
-    """Training images, test images if there are labelled ones, and what to tell the user."""
-    d = settings.data
+def load_data(
+    settings: Config, trained: Config | None = None
+) -> tuple[ImageSet, ImageSet | None, list[str]]:
+    """Training images, test images if there are labelled ones, and what to tell the user.
+
+    ``trained``: the settings of the run that an encoder of the same data comes from. Which images
+    are taken and which are held out is then as it was there; ``settings`` can only ask for fewer
+    of either side, or, of a set with a test split, for more training images.
+    """
+    d, own = settings.data, settings if trained is None else trained
     options: dict[str, Any] = {
         "root": d.root,
         "image_size": d.image_size,
         "strict": d.strict,
         "cache": d.cache,
-        "group_by": d.group_by
-        or ("folder" if d.partition == "natural" and d.name.startswith("folder:") else None),
+        "group_by": grouping(settings) or grouping(own),
+        "seed": own.run.seed,
     }
-    train = data.load(d.name, "train", limit=d.images, seed=settings.run.seed, **options)
+    train = data.load(d.name, "train", limit=d.images, **options)
     notes = list(train.notes)
     if train.skipped:
         names = ", ".join(f"{s.name} ({s.reason})" for s in train.skipped[:10])
@@ -121,19 +129,34 @@ def load_data(settings: Config) -> tuple[ImageSet, ImageSet | None, list[str]]:
         return train, None, notes
     try:
         size = train.size[0]
-        test = data.load(
-            d.name,
-            "test",
-            limit=d.test_images,
-            seed=settings.run.seed,
-            **(options | {"image_size": size}),
-        )
+        test = data.load(d.name, "test", limit=d.test_images, **(options | {"image_size": size}))
     except NoSplit:
-        order = shuffled(len(train), settings.run.seed, "holdout")
+        if d.images != own.data.images:
+            _refuse_more(d.images, own.data.images)
+            train = data.load(d.name, "train", limit=own.data.images, **options)
+        order = shuffled(len(train), own.run.seed, "holdout")
         cut = max(1, int(HOLDOUT * len(train)))
-        notes.append(f"no test split: {cut} random images are held out for evaluation")
-        test, train = train.subset(order[:cut]), train.subset(order[cut:].sort()[0])
+        notes.append(f"{NO_SPLIT}: {cut} random images are held out for evaluation")
+        rest = order[cut:] if d.images == own.data.images else order[cut:][: d.images]
+        test, train = train.subset(order[:cut][: d.test_images]), train.subset(rest.sort()[0])
     return train, test, notes
+
+
+def grouping(settings: Config) -> str | None:
+    """By what the images are grouped: it also decides which folders are classes."""
+    d = settings.data
+    natural = d.partition == "natural" and d.name.startswith("folder:")
+    return d.group_by or ("folder" if natural else None)
+
+
+def _refuse_more(asked: int | None, had: int | None) -> None:
+    """Of a set without a test split: other images than the run's may be ones it was trained on."""
+    if had is not None and (asked is None or asked > had):
+        raise FurlongError(
+            f"data.images is {'all' if asked is None else asked}, but the run took {had} images, "
+            "and held its test images out of these, as there is no test split. Give "
+            f"--data.images {had} or fewer."
+        )
 
 
 def absolute(name: str) -> str:
@@ -142,8 +165,8 @@ def absolute(name: str) -> str:
     return f"{kind}:{Path(path).resolve()}" if colon else name
 
 
-def split_data(settings: Config, train: ImageSet) -> Partition:
-    """Who gets which images."""
+def split_data(settings: Config, train: ImageSet, seed: int | None = None) -> Partition:
+    """Who gets which images; ``seed`` is the run's if it is not given."""
     d = settings.data
     by_itself = d.partition.startswith(("natural", "fcl_"))  # the rule knows the number of clients
     return partition(
@@ -152,7 +175,7 @@ def split_data(settings: Config, train: ImageSet) -> Partition:
         5 if d.clients is None and not by_itself else d.clients,
         n=len(train),
         n_classes=train.n_classes or None,
-        seed=settings.run.seed,
+        seed=settings.run.seed if seed is None else seed,
         groups=train.groups,
     )
 
@@ -233,15 +256,18 @@ def _ruled(
     return Ruled(method, settings.server)
 
 
-def prepare(settings: Config, *, training: bool = True) -> Prepared:
-    """Read the data, split it, build the method; without public images if nothing is trained."""
-    train, test, notes = load_data(settings)
+def prepare(settings: Config, *, training: bool = True, trained: Config | None = None) -> Prepared:
+    """Read the data, split it, build the method; without public images if nothing is trained.
+
+    ``trained``: of the run whose images and clients these are, see :func:`load_data`.
+    """
+    train, test, notes = load_data(settings, trained)
     height, width = train.size
     if height != width:
         raise FurlongError(
             f"the images are {width}×{height}; encoders take squares. Give --data.image-size."
         )
-    split = split_data(settings, train)
+    split = split_data(settings, train, None if trained is None else trained.run.seed)
     federation = Federation.of(train, split)
     method = settings.make_method()
     if settings.run.bound == "pooled":

@@ -143,20 +143,30 @@ def _text(name: str) -> str:
     return name
 
 
-def embed(
-    embedder: Embedder, root: Path, out: Path, *, force: bool = False, show: Show | None = None
-) -> tuple[int, list[Skipped]]:
-    """Write the features of all images below ``root``; how many, and what was skipped."""
-    kind = pa.list_(pa.float32(), embedder.width)
-    schema = pa.schema(
+def _schema(width: int) -> pa.Schema:
+    return pa.schema(
         [
             pa.field("path", pa.string(), nullable=False),
             pa.field("folder", pa.string()),
             pa.field("width", pa.int32(), nullable=False),
             pa.field("height", pa.int32(), nullable=False),
-            pa.field("feature", kind, nullable=False),
+            pa.field("feature", pa.list_(pa.float32(), width), nullable=False),
         ]
-    ).with_metadata({KEY: json.dumps({**embedder.about, "root": str(root.resolve())})})
+    )
+
+
+def _kind(field: pa.Field | None) -> str:
+    if field is None:
+        return "absent"
+    return f"{field.type}{'' if field.nullable else ' without gaps'}"
+
+
+def embed(
+    embedder: Embedder, root: Path, out: Path, *, force: bool = False, show: Show | None = None
+) -> tuple[int, list[Skipped]]:
+    """Write the features of all images below ``root``; how many, and what was skipped."""
+    about = json.dumps({**embedder.about, "root": str(root.resolve())})
+    schema = _schema(embedder.width).with_metadata({KEY: about})
     count, skipped = 0, list[Skipped]()
     with replacing(out, force) as draft:
         with pq.ParquetWriter(draft, schema) as writer:
@@ -190,6 +200,14 @@ def stored_rows(embedder: Embedder, path: Path) -> tuple[Path, Iterator[Rows]]:
             f"{path} holds features of another encoder ({about.get('method')}, "
             f"{about.get('encoder')}): make it again with 'furlong embed'."
         )
+    for wanted in _schema(embedder.width):
+        index = file.schema_arrow.get_field_index(wanted.name)
+        found = file.schema_arrow.field(index) if index >= 0 else None
+        if found is None or not found.equals(wanted):
+            raise FurlongError(
+                f"{path} is not as 'furlong embed' wrote it: the column {wanted.name} is "
+                f"{_kind(found)}, not {_kind(wanted)}. Make it again."
+            )
 
     def rows() -> Iterator[Rows]:
         for index in range(file.num_row_groups):
@@ -254,7 +272,7 @@ def page(query: Path, root: Path, found: Found, about: dict[str, str]) -> str:
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    asked = query.resolve()
+    asked, files = query.resolve(), _files(root, [each.path for each in found.nearest])
     rest = max(1 - found.median, 1e-9)
     cards = [
         {
@@ -264,8 +282,8 @@ def page(query: Path, root: Path, found: Found, about: dict[str, str]) -> str:
             "size": f"{each.width}×{each.height}",
             "similarity": each.similarity,
             "bar": 100 * min(1.0, max(0.0, (each.similarity - found.median) / rest)),
-            "self": (root / each.path).resolve() == asked,
-            "image": thumbnail(root / each.path),
+            "self": files[each.path].resolve() == asked,
+            "image": thumbnail(files[each.path]),
         }
         for rank, each in enumerate(found.nearest, 1)
     ]
@@ -278,6 +296,15 @@ def page(query: Path, root: Path, found: Found, about: dict[str, str]) -> str:
         about=about,
         root=printable(root.name or str(root)),
     )
+
+
+def _files(root: Path, paths: list[str]) -> dict[str, Path]:
+    """The files of ``paths``, which :func:`_text` has changed where names are not Unicode."""
+    found = {path: root / path for path in paths}
+    if root.is_dir() and not all(file.exists() for file in found.values()):
+        names = {_text(name): name for name in scan(root)[0]}
+        found = {path: root / names.get(path, path) for path in paths}
+    return found
 
 
 def thumbnail(path: Path) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -329,22 +329,24 @@ def _results(
         for protocol, accuracy in evaluator.final(encoder, own.get(name)).items()
     ]
     for protocol in sorted({row["protocol"] for row in rows}):
-        alone = [
-            r["accuracy"] for r in rows if r["who"].endswith(" alone") and r["protocol"] == protocol
-        ]
+        alone = [r for r in rows if r["who"].endswith(" alone") and r["protocol"] == protocol]
         if alone:
-            spread = torch.tensor(alone, dtype=torch.float64)
-            deviation = float(spread.std()) if len(alone) > 1 else 0.0
-            rows.append(
-                {
-                    "who": "alone",
-                    "protocol": protocol,
-                    "labels": 1.0,
-                    "accuracy": float(spread.mean()),
-                    "std": deviation,
-                }
-            )
+            rows.append(mean_and_spread(alone, "alone"))
     return rows
+
+
+def mean_and_spread(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """One row of ``name`` for those of several encoders: means, and of the accuracy ``std``."""
+    merged = {**rows[0], "who": name}
+    for key, value in rows[0].items():
+        if isinstance(value, float) and key != "labels":
+            merged[key] = float(torch.tensor([r[key] for r in rows], dtype=torch.float64).mean())
+    if "collapsed" in merged:
+        merged["collapsed"] = any(row["collapsed"] for row in rows)
+    if "accuracy" in merged:
+        scores = torch.tensor([row["accuracy"] for row in rows], dtype=torch.float64)
+        merged["std"] = float(scores.std()) if len(rows) > 1 else 0.0
+    return merged
 
 
 def _count(counters: dict[str, float], result: ExchangeResult[Any]) -> None:

@@ -64,9 +64,9 @@ def export(
     if run.is_file():
         raise FurlongError(f"{run} is a file: export takes a run folder, which the card describes.")
     path = out or run / "export" / FILES[to]
+    require_free(path, force)  # first: a folder like "." has no name to which one could add
     card = path.with_name(f"{path.name}.md")
-    for file in (path, card):
-        require_free(file, force)
+    require_free(card, force)
     about, weights = read_encoder(run)
     described = describe(about)
     if to == "onnx":
@@ -88,8 +88,7 @@ def describe(about: dict[str, Any]) -> dict[str, str]:
     except KeyError as error:
         raise FurlongError(f"the run's encoder.json lacks {error}.") from None
     found = {key: str(value) for key, value in about.items()}
-    kind, colon, place = data.partition(":")
-    found["data"] = f"{kind}:{Path(place).name}" if colon else kind
+    found["data"] = modelcard.short(data)
     for key, name in (("method", method), ("encoder", encoder)):
         found[key] = Path(name).name if ":" in name else name  # file.py:name
     return found | {"mean": json.dumps(mean), "std": json.dumps(std)}

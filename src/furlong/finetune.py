@@ -21,7 +21,7 @@ from furlong.data.augment import crop_flip
 from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.evaluate.subset import stratified
-from furlong.evaluate.tuning import TuningResult, accuracy, new_head
+from furlong.evaluate.tuning import TuningResult, accuracy, check_batch, new_head
 from furlong.federation import Federation
 from furlong.guard import Guard
 from furlong.method import Local
@@ -42,6 +42,9 @@ class FederatedTuning:
     head_lr: float = 0.1
     momentum: float = 0.9
     head: Literal["linear", "mlp"] = "linear"  # FedCA: mlp, one hidden layer
+
+    def __post_init__(self) -> None:
+        check_batch(self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,13 @@ def labelled(federation: Federation, share: float, seed: int) -> Federation:
                 f"{share:.1%} of the labels of client {client} is one image, and training needs "
                 "two. Take a larger share, more images or fewer clients."
             )
+    used, held = (sum(map(len, each.values())) for each in (rows, federation.rows))
+    if used > 2 * share * held:  # then it is no longer what it is called
+        raise FurlongError(
+            f"{share:.1%} of the {held} labels of {federation.images.name}, but at least one of "
+            f"every class on every client, are {used / held:.1%}. Take at least that many, more "
+            "images or fewer clients."
+        )
     return replace(federation, rows=rows)
 
 

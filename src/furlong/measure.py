@@ -1,12 +1,15 @@
 """Any protocols on a finished run, on a checkpoint, or on an exported encoder.
 
 A protocol is asked for by a word, with options behind colons: ``knn``, ``semi-10:epochs=5``,
-``transfer:fashion_mnist:recipe=fedca``. The rows that come out say under which settings.
+``transfer:fashion_mnist:recipe=fedca``. The rows that come out say under which settings: all of the
+protocol's, and by ``section.key`` those of the run that were given anew.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,25 +21,24 @@ import torch
 from torch import Tensor, nn
 
 from furlong import checkpoint, config
-from furlong.assemble import Prepared, prepare, who
-from furlong.config import Config, ModelSettings
-from furlong.data import images as data
+from furlong.assemble import NO_SPLIT, Prepared, absolute, grouping, load_data, prepare, who
+from furlong.config import Config, DataSettings, ModelSettings
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError, nearest
 from furlong.evaluate import (
     RECIPES,
     TuningResult,
+    fine_tune,
     knn,
     linear_probe,
     linear_probe_crops,
     quality,
     semi_supervised,
-    transfer,
     tuning,
 )
 from furlong.evaluate.semi import labelled_rows
 from furlong.evaluate.tuning import TUNINGS, Tuning
-from furlong.experiment import Evaluator
+from furlong.experiment import Evaluator, mean_and_spread
 from furlong.finetune import FederatedTuning, federated_fine_tune, labelled
 from furlong.nets import build_encoder
 from furlong.rounds import seeded, shuffled, threads
@@ -138,7 +140,7 @@ class Protocol:
             raise FurlongError(
                 f"protocol {text!r}: {str(error).removeprefix('options: ')}"
             ) from None
-        _check(text, kind, options)
+        _check(text, kind, share, options)
         named = ":".join(part for part in parts if not part.startswith("root="))
         return cls(named, kind, share, target, options)
 
@@ -161,15 +163,26 @@ def _kind(word: str, text: str) -> tuple[str, float]:
     return word, 0.0 if word == "quality" else 1.0
 
 
-def _check(text: str, kind: str, options: Any) -> None:
+def _check(text: str, kind: str, share: float, options: Any) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
-            raise FurlongError(f"protocol {text!r}: {field.name} is {value}; it must be above 0.")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if field.name == "momentum":
+            fine, allowed = 0 <= value < 1, "at least 0 and below 1"
+        else:
+            fine, allowed = 0 < value < math.inf, "above 0 and finite"
+        if not fine:
+            raise FurlongError(f"protocol {text!r}: {field.name} is {value}; it must be {allowed}.")
     recipes = {"semi": {"fcl", *TUNINGS}, "transfer": set(TUNINGS)}.get(kind, set(RECIPES))
     recipe = getattr(options, "recipe", None)
     if recipe is not None and recipe not in recipes:
         raise FurlongError(f"protocol {text!r}: recipe {recipe!r}. {nearest(recipe, recipes)}")
+    if isinstance(options, Tuned):
+        try:
+            _plan(options, share)
+        except FurlongError as error:
+            raise FurlongError(f"protocol {text!r}: {error}") from None
 
 
 def parse(words: str) -> list[Protocol]:
@@ -177,7 +190,15 @@ def parse(words: str) -> list[Protocol]:
     asked = dict.fromkeys(word.strip() for word in words.split(",") if word.strip())
     if not asked:
         raise FurlongError(f"--protocols names none. {nearest('', WORDS)}")
-    return [Protocol.parse(word) for word in asked]
+    try:
+        return [Protocol.parse(word) for word in asked]
+    except FurlongError as error:
+        cut = re.search("transfer:(folder|parquet):", words) and "unknown" in str(error)
+        hint = (
+            " A path in --protocols cannot hold ',' or '=': make a link to it without these "
+            "(ln -s) and name the link."
+        )
+        raise FurlongError(f"{error}{hint if cut else ''}") from None
 
 
 # ---------------------------------------------------------------- what is measured
@@ -185,12 +206,12 @@ def parse(words: str) -> list[Protocol]:
 
 @dataclass(frozen=True)
 class Subject:
-    """An encoder, and the same before training."""
+    """The encoders of a run: one, or one of every client; and what there was before training."""
 
-    who: str
-    encoder: nn.Module
-    random: nn.Module
+    encoders: dict[str, nn.Module]
+    random: nn.Module  # of an exported file: any random one
     about: dict[str, Any]  # encoder, channels, image_size, augment
+    mean: str | None = None  # of several encoders: what the mean of their rows is called
 
 
 def settings_of(place: Path, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -210,20 +231,20 @@ def settings_of(place: Path, overrides: Mapping[str, Any] | None = None) -> Conf
 
 
 def subject(place: Path, settings: Config, say: Callable[[str], None]) -> Subject:
-    """What is in a run folder (its encoder, else its last checkpoint) or an exported file."""
+    """What is in a run folder (its encoders, else its last checkpoint) or an exported file."""
     if place.is_file():
         encoder, about = load_encoder(place), dict(read_encoder(place)[0])
         about |= {key: int(about[key]) for key in ("channels", "image_size")}
-        return Subject("encoder", encoder, _fresh(about, settings.run.seed), about)
+        return Subject({"encoder": encoder}, _fresh(about, settings.run.seed), about)
     folder = RunFolder.open(place)
-    if folder.read("encoder.json") is not None:
-        encoder, about = load_encoder(place), folder.read("encoder.json") or {}
-        name = "client 0 alone" if settings.run.bound == "single" else who(settings)
+    own = config.load(place / "config.toml")
+    about = folder.read("encoder.json") or {}
+    if about and own.run.bound != "single":
+        found = Subject({who(own): load_encoder(place)}, _fresh(about, own.run.seed), about)
     else:
-        name, encoder, about = _unfinished(folder, say)
-    random = _fresh(about, settings.run.seed)
-    folder.load_weights("random", random)
-    return Subject(name, encoder, random, about)
+        found = _from_checkpoint(folder, own, about, say)
+    folder.load_weights("random", found.random)
+    return found
 
 
 def _fresh(about: dict[str, Any], seed: int) -> nn.Module:
@@ -231,46 +252,91 @@ def _fresh(about: dict[str, Any], seed: int) -> nn.Module:
         return build_encoder(about["encoder"], about["channels"], about["image_size"]).eval()
 
 
-def _unfinished(
-    folder: RunFolder, say: Callable[[str], None]
-) -> tuple[str, nn.Module, dict[str, Any]]:
+def _from_checkpoint(
+    folder: RunFolder, own: Config, about: dict[str, Any], say: Callable[[str], None]
+) -> Subject:
+    """Of a run that goes on, or whose clients each have an encoder, of which it keeps but one."""
     saved = checkpoint.load(folder.path)
-    if saved is None:
+    prepared = prepare(own, training=False) if saved is not None else None
+    total = 0 if prepared is None else len(prepared.server.exchanges())
+    if about and (saved is None or saved.done < total):
+        say(
+            f"{folder.path} has lost its last checkpoint, and with it the encoders of all clients "
+            "but client 0: what follows is of that one client, not the mean over clients."
+        )
+        alone = {"client 0 alone": load_encoder(folder.path)}
+        return Subject(alone, _fresh(about, own.run.seed), about)
+    if saved is None or prepared is None:
         raise FurlongError(
             f"{folder.path} has no encoder and no checkpoint yet: 'furlong resume {folder.path}' "
             "goes on with the run."
         )
-    prepared = prepare(config.load(folder.path / "config.toml"), training=False)
-    total = len(prepared.server.exchanges())
-    say(f"{folder.path} has not finished: measuring it after exchange {saved.done} of {total}.")
-    name, encoder = next(iter(prepared.encoders(saved.server).items()))
+    when = ""
+    if not about:
+        say(f"{folder.path} has not finished: measuring it after exchange {saved.done} of {total}.")
+        when = f", exchange {saved.done} of {total}"
     setup = prepared.setup
-    return (
-        f"{name}, exchange {saved.done} of {total}",
-        encoder,
-        {
-            "encoder": setup.encoder,
-            "channels": setup.channels,
-            "image_size": setup.image_size,
-            "augment": prepared.config.data.augment,
-        },
+    about = {
+        "encoder": setup.encoder,
+        "channels": setup.channels,
+        "image_size": setup.image_size,
+        "augment": prepared.config.data.augment,
+    }
+    return Subject(
+        {f"{name}{when}": each for name, each in prepared.encoders(saved.server).items()},
+        _fresh(about, own.run.seed),
+        about,
+        f"{who(own)}{when}" if own.run.bound == "single" else None,
     )
 
 
 # ---------------------------------------------------------------- measuring
 
 
-class Bench:
-    """One encoder with the images that it is measured on."""
+ACCURATE = ("knn", "linear", "linear-crops", "semi", "federated")  # on the run's images
+MATTERS: dict[str, tuple[str, ...]] = {
+    "data.name": (*ACCURATE, "quality"),
+    "data.images": (*ACCURATE, "quality"),
+    "data.test_images": ACCURATE,
+    "data.group_by": ACCURATE,
+    "data.partition": ("federated",),
+    "data.clients": ("federated",),
+    "evaluate.k": ("knn",),
+    "evaluate.temperature": ("knn",),
+    "evaluate.probe": ("linear",),
+    "run.seed": tuple(OPTIONS),
+}
+"""Which settings of a run matter to which protocols."""
 
-    def __init__(self, measured: Subject, settings: Config, split: bool) -> None:
-        self.subject = measured
-        self.prepared = _images_for(measured.about, settings, split)
+
+class Bench:
+    """The encoders with the images that they are measured on."""
+
+    def __init__(
+        self, measured: Subject, settings: Config, own: Config | None, split: bool
+    ) -> None:
+        self.subject, self.own = measured, own
+        name = absolute(settings.data.name)
+        self.settings = replace(settings, data=replace(settings.data, name=name))
+        self.prepared = _images_for(measured.about, settings, own, split)
         device = self.prepared.setup.device
-        self.encoder, self.random = measured.encoder.to(device), measured.random.to(device)
+        self.encoders = {name: each.to(device) for name, each in measured.encoders.items()}
+        self.random = measured.random.to(device)
         self.train, self.augment = self.prepared.train, self.prepared.setup.augment
         self.seed = self.prepared.setup.seed
         self._embedded: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def changed(self, kind: str) -> dict[str, Any]:
+        """Settings of the run, by ``section.key``, that are others here and matter to ``kind``."""
+        if self.own is None:
+            return {}
+        now, then = (asdict(each) for each in (self.settings, self.own))
+        return {
+            name: now[section][key]
+            for name, kinds in MATTERS.items()
+            for section, key in [name.split(".")]
+            if kind in kinds and now[section][key] != then[section][key]
+        }
 
     @cached_property
     def test(self) -> ImageSet:
@@ -289,8 +355,13 @@ class Bench:
         return self._embedded[name]
 
 
-def _images_for(about: dict[str, Any], settings: Config, split: bool) -> Prepared:
-    """The images, at the encoder's size; nothing of the method is needed, and often no split."""
+def _images_for(
+    about: dict[str, Any], settings: Config, own: Config | None, split: bool
+) -> Prepared:
+    """The images, at the encoder's size; nothing of the method is needed, and often no split.
+
+    Of the run's ``own`` set they are those that it was trained on, whatever the seed is now.
+    """
     plain = config.from_tree({}, {"method": "fedsimclr"}, "options")
     images = replace(
         settings.data,
@@ -298,8 +369,12 @@ def _images_for(about: dict[str, Any], settings: Config, split: bool) -> Prepare
         image_size=settings.data.image_size or about["image_size"],
         public=None,
     )
+    other = own is not None and absolute(images.name) != own.data.name
     if not split:  # so that no partition can be impossible
-        images = replace(images, partition="iid", clients=1)
+        groups = grouping(settings)
+        if own is not None and other and groups == grouping(own):
+            groups = None  # those of the run's own set
+        images = replace(images, partition="iid", clients=1, group_by=groups)
     prepared = prepare(
         replace(
             settings,
@@ -309,6 +384,7 @@ def _images_for(about: dict[str, Any], settings: Config, split: bool) -> Prepare
             run=replace(settings.run, bound="none", out=None),
         ),
         training=False,
+        trained=None if other else own,
     )
     setup = prepared.setup
     if (setup.channels, setup.image_size) != (about["channels"], about["image_size"]):
@@ -337,34 +413,61 @@ def evaluate(
     """Rows of the protocols (default: kNN and linear probe); kept in a run's evaluations.json.
 
     ``random`` also measures the encoder before training with protocols that do not do so anyway.
+    Where every client has an encoder of its own, all are measured, and the mean is a row, too.
     """
     usual = "knn" if settings.evaluate.probe == "none" else "knn,linear"
     asked = parse(usual if protocols is None else protocols)
+    say = say or (lambda _: None)
     folder = None if place.is_file() else RunFolder.open(place)
+    own = None if folder is None else config.load(place / "config.toml")
     found: list[Row] = []
     with nullcontext() if folder is None else folder.locked():
-        measured = subject(place, settings, say or (lambda _: None))
-        bench = Bench(measured, settings, any(p.kind == "federated" for p in asked))
+        measured = subject(place, settings, say)
+        bench = Bench(measured, settings, own, any(p.kind == "federated" for p in asked))
         # what can be wrong with data and labels shows before the first hour of training
         jobs = [(protocol, _job(protocol, bench, random)) for protocol in asked]
-        own = _own_data(place, bench)
+        if folder is None:
+            _caveats(place, asked, bench, random, say)
         for protocol, job in jobs:
             with threads(bench.prepared.workers):
                 rows = list(job(_steps(protocol, tell)))
+            if measured.mean is not None:
+                each = [row for row in rows if row["who"] in measured.encoders]
+                rows.append(mean_and_spread(each, measured.mean))
             for row in rows:
-                if protocol.kind != "transfer" and not own:
+                if "data.name" in row["settings"]:
                     row["protocol"] += f" on {row['data']}"
+                _require_finite(row)
             found += rows
             if folder is not None:
                 _keep(folder, rows)
     return found
 
 
-def _own_data(place: Path, bench: Bench) -> bool:
-    """Whether the images are those that the run was trained on."""
-    if place.is_file():
-        return True
-    return config.load(place / "config.toml").data.name == bench.prepared.config.data.name
+def _caveats(
+    place: Path, asked: list[Protocol], bench: Bench, random: bool, say: Callable[[str], None]
+) -> None:
+    """What an exported file cannot know, and a run folder does."""
+    if random or any(p.kind in ("transfer", "federated") for p in asked):
+        say(
+            f"'random' is a random encoder of the same kind: {place} does not hold the one that "
+            "training began with."
+        )
+    if any(note.startswith(NO_SPLIT) for note in bench.prepared.notes):
+        say(
+            f"{bench.train.name} has no test split, and {place} does not say which images were "
+            "held out when it was trained: if it was trained on these, it has seen some of the "
+            "test images. Measure the run folder instead."
+        )
+
+
+def _require_finite(row: Row) -> None:
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise FurlongError(
+                f"{row['protocol']} of {row['who']}: {name} is {value}. The encoder or what was "
+                "trained on it has diverged."
+            )
 
 
 def _steps(protocol: Protocol, tell: Tell | None) -> Step:
@@ -390,7 +493,7 @@ Job = Callable[[Step], Iterator[Row]]
 
 def _job(protocol: Protocol, bench: Bench, random: bool) -> Job:
     """The protocol with all that it needs, ready to go."""
-    whose = {bench.subject.who: bench.encoder} | ({"random": bench.random} if random else {})
+    whose = bench.encoders | ({"random": bench.random} if random else {})
     maker: dict[str, Callable[[Protocol, Bench, dict[str, nn.Module]], Job]] = {
         "knn": _knn,
         "linear": _linear,
@@ -412,7 +515,7 @@ def _row(
         "labels": protocol.share,
         **values,
         "data": protocol.target or bench.prepared.config.data.name,
-        "settings": {**settings, "seed": bench.seed},
+        "settings": {**settings, "seed": bench.seed, **bench.changed(protocol.kind)},
     }
 
 
@@ -470,11 +573,14 @@ def _probe(given: dict[str, Any]) -> dict[str, Any]:
     return {"recipe": given["recipe"], **written}
 
 
-def _plan(options: Tuned) -> tuple[Tuning, dict[str, Any]]:
+def _plan(options: Tuned, share: float) -> tuple[Tuning, dict[str, Any]]:
     """The fine-tuning that the options ask for, and as settings of a row."""
+    recipe = options.recipe
+    if recipe == "fcl":  # SwAV's rates for 1 % and for 10 %
+        recipe = "fcl-1" if share < 0.05 else "fcl-10"
     own = {f.name: getattr(options, f.name) for f in fields(Tuned) if f.name != "recipe"}
-    plan = tuning(options.recipe, **own)
-    return plan, {"recipe": options.recipe, **{name: getattr(plan, name) for name in own}}
+    plan = tuning(recipe, **own)
+    return plan, {"recipe": recipe, **{name: getattr(plan, name) for name in own}}
 
 
 def _tuned(result: TuningResult) -> dict[str, Any]:
@@ -486,10 +592,7 @@ def _tuned(result: TuningResult) -> dict[str, Any]:
 
 
 def _semi(protocol: Protocol, bench: Bench, whose: dict[str, nn.Module]) -> Job:
-    options = protocol.options
-    if options.recipe == "fcl":  # SwAV's rates for 1 % and for 10 %
-        options = replace(options, recipe="fcl-1" if protocol.share < 0.05 else "fcl-10")
-    plan, settings = _plan(options)
+    plan, settings = _plan(protocol.options, protocol.share)
     test = bench.test
     labelled_rows(bench.train, protocol.share, bench.seed)
 
@@ -511,36 +614,42 @@ def _semi(protocol: Protocol, bench: Bench, whose: dict[str, nn.Module]) -> Job:
 
 
 def _transfer(protocol: Protocol, bench: Bench, _: dict[str, nn.Module]) -> Job:
-    plan, settings = _plan(protocol.options)
-    given, about = protocol.options, bench.subject.about
-    load = {"root": given.root, "image_size": about["image_size"], "seed": bench.seed}
-    train = data.load(protocol.target, "train", limit=given.images, **load)
-    test = data.load(protocol.target, "test", limit=given.test_images, **load)
-    for images in (train, test):
-        if images.channels != about["channels"]:
-            raise FurlongError(
-                f"the encoder takes {about['channels']} channel(s), the images of "
-                f"{protocol.target} have {images.channels}: choose another set."
-            )
-        if images.labels is None:
-            raise FurlongError(f"{protocol.target} has no labels: transfer needs them.")
+    plan, settings = _plan(protocol.options, protocol.share)
+    train, test = _target(protocol, bench)
     settings |= {"images": len(train), "test_images": len(test)}
 
     def go(step: Step) -> Iterator[Row]:
-        found = transfer(
-            bench.encoder,
-            train,
-            test,
-            random=bench.random,
-            plan=plan,
-            augment=bench.augment,
-            seed=bench.seed,
-            progress=step,
-        )
-        for name, which in (("random", "random"), (bench.subject.who, "encoder")):
-            yield _row(protocol, bench, name, settings, **_tuned(found[which]))
+        for name, encoder in {"random": bench.random, **bench.encoders}.items():
+            result = fine_tune(
+                encoder,
+                train,
+                test,
+                plan,
+                augment=bench.augment,
+                seed=bench.seed,
+                progress=step,
+            )
+            yield _row(protocol, bench, name, settings, **_tuned(result))
 
     return go
+
+
+def _target(protocol: Protocol, bench: Bench) -> tuple[ImageSet, ImageSet]:
+    """The images of a transfer; of the run's own set, they are on the side where they were."""
+    given, about = protocol.options, bench.subject.about
+    images = DataSettings(
+        protocol.target, given.root, given.images, given.test_images, about["image_size"], "iid"
+    )
+    same = bench.own is not None and absolute(protocol.target) == bench.own.data.name
+    train, test, _ = load_data(replace(bench.settings, data=images), bench.own if same else None)
+    if train.channels != about["channels"]:
+        raise FurlongError(
+            f"the encoder takes {about['channels']} channel(s), the images of "
+            f"{protocol.target} have {train.channels}: choose another set."
+        )
+    if test is None or test.labels is None:
+        raise FurlongError(f"{protocol.target} has no labels: transfer needs them.")
+    return train, test
 
 
 def _federated(protocol: Protocol, bench: Bench, _: dict[str, nn.Module]) -> Job:
@@ -551,7 +660,7 @@ def _federated(protocol: Protocol, bench: Bench, _: dict[str, nn.Module]) -> Job
     settings = {**asdict(plan), "partition": split.partition, "clients": split.clients}
 
     def go(step: Step) -> Iterator[Row]:
-        for name, encoder in (("random", bench.random), (bench.subject.who, bench.encoder)):
+        for name, encoder in {"random": bench.random, **bench.encoders}.items():
             result = federated_fine_tune(encoder, prepared, protocol.share, plan, step)
             yield _row(protocol, bench, name, settings, **_tuned(result))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from furlong import assemble, config
+from furlong.aggregation import ServerSettings
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.payload import Traffic, parts
@@ -56,7 +58,9 @@ def write(
             split=split,
             sizes=_sizes(split),
             bound=bound,
+            rule=_rule(settings.get("server", {})),
             results=_results(summary.get("results", [])),
+            since=_since(folder.evaluations()),
             traffic=_traffic(folder.lines()) if bound == "none" else None,
             fields=_fields(run, about, split) if bound == "none" else None,
         )
@@ -102,6 +106,13 @@ def _method(name: str) -> dict[str, str]:
     }
 
 
+def _rule(server: Mapping[str, Any]) -> str:
+    """The server's rule, with those of its settings that are not the usual ones."""
+    usual = asdict(ServerSettings())
+    changed = [f"{k} {v}" for k, v in server.items() if k != "rule" and v != usual.get(k)]
+    return str(server.get("rule", "")) + (f" ({', '.join(changed)})" if changed else "")
+
+
 def _sizes(split: Mapping[str, Any]) -> str:
     """Images per client, in words."""
     sizes = split.get("sizes") or []
@@ -120,14 +131,45 @@ def _results(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in measured:
         who = str(row["who"])
         if who == THIS or not who.endswith(" alone"):
-            spread = f" ± {100 * row['std']:.1f}" if "std" in row else ""
             name = f"{who} (this file)" if who == THIS else ENCODERS.get(who, who)
-            cells = table.setdefault(name, {})
-            cells[str(row["protocol"])] = percent(row["accuracy"]) + spread
+            table.setdefault(name, {})[str(row["protocol"])] = _result(row)
     return {
         "columns": [PROTOCOLS.get(column, column) for column in columns],
         "rows": [(who, [cells.get(c, "–") for c in columns]) for who, cells in table.items()],
     }
+
+
+def _since(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """(encoder, protocol, result, settings) of what was measured after the run, without paths."""
+    found = []
+    for row in rows:
+        who = str(row.get("who"))
+        if who != THIS and who.endswith(" alone"):
+            continue
+        data, given = str(row.get("data", "")), dict(row.get("settings") or {})
+        given.pop("seed" if "run.seed" in given else "", None)  # the same number
+        if "data.name" in given:
+            given["data.name"] = short(str(given["data.name"]))
+        protocol = str(row.get("protocol", ""))
+        if data:
+            protocol = protocol.replace(data, short(data))
+        settings = ", ".join(f"{name} {value}" for name, value in given.items())
+        found.append((who, protocol, _result(row), settings))
+    return found
+
+
+def short(name: str) -> str:
+    """A data set's name without the path to it, which may say more than it should."""
+    kind, colon, place = name.partition(":")
+    return f"{kind}:{Path(place).name}" if colon else kind
+
+
+def _result(row: Mapping[str, Any]) -> str:
+    if isinstance(row.get("accuracy"), float):
+        spread = f" ± {100 * row['std']:.1f}" if "std" in row else ""
+        return percent(row["accuracy"]) + spread
+    kept = ("alignment", "uniformity", "effective_rank", "spread")
+    return ", ".join(f"{k.replace('_', ' ')} {row[k]:.3g}" for k in kept if k in row)
 
 
 def _traffic(lines: list[dict[str, Any]]) -> dict[str, Traffic]:

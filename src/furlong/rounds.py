@@ -14,7 +14,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from furlong.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
 from furlong.errors import FurlongError, fitting
+from furlong.evaluate.features import seeded as seeded_by
 from furlong.federation import Federation
 from furlong.guard import Guard
 from furlong.method import Method, Report
@@ -102,13 +103,9 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-@contextmanager
-def seeded(device: torch.device, *parts: object) -> Iterator[None]:
+def seeded(device: torch.device, *parts: object) -> AbstractContextManager[None]:
     """Inside, torch's random numbers depend on ``parts`` only; outside they go on as before."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of(*parts))
-        yield
+    return seeded_by(seed_of(*parts), device)
 
 
 @contextmanager

@@ -40,7 +40,8 @@ def evaluate(
     data
         Another data set to measure on (default: the run's own).
     random
-        Also measure the encoder before training. Transfer and federated do so anyway.
+        Also measure the encoder before training (of an exported file: any random encoder of the
+        same kind). Transfer and federated do so anyway.
     as_json
         Print JSON.
     """
@@ -72,7 +73,12 @@ def evaluate(
 
 
 def _accuracy_table(rows: list[dict[str, Any]]) -> Table:
-    """Protocol against encoder, in percent; protocols have long names and may be many."""
+    """Protocol against encoder, in percent; protocols have long names and may be many.
+
+    Of clients that each have an encoder there is the mean ± deviation only: they may be many, too.
+    """
+    if any("std" in row for row in rows):
+        rows = [row for row in rows if "std" in row or row["who"] == "random"]
     people = sorted({row["who"] for row in rows}, key=lambda name: name != "random")
     table = Table("accuracy %", "labels", *people)
     for column in table.columns[1:]:
@@ -83,9 +89,14 @@ def _accuracy_table(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             protocol,
             "all" if labels is None else f"{labels:,}",
-            *[f"{100 * cells[p]['accuracy']:.1f}" if p in cells else "–" for p in people],
+            *[_percent(cells[p]) if p in cells else "–" for p in people],
         )
     return table
+
+
+def _percent(row: dict[str, Any]) -> str:
+    spread = f" ± {100 * row['std']:.1f}" if "std" in row else ""
+    return f"{100 * row['accuracy']:.1f}{spread}"
 
 
 def _quality_table(rows: list[dict[str, Any]]) -> Table:

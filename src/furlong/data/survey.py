@@ -325,8 +325,10 @@ def _suggested(found: dict[str, Any]) -> dict[str, Any]:
     size, size_why = _size(found)
     encoder, encoder_why = _encoder(found["images"])
     augment, augment_why = _augment(found)
-    least = min(found["sites"].values(), default=found["images"] // 5)
-    whose = "the smallest site" if found["sites"] else "a fifth of all"
+    clients = _clients(found["images"])
+    least = min(found["sites"].values(), default=found["images"] // clients)
+    heap = "one client" if clients == 1 else f"each of {clients} clients"
+    whose = "the smallest site" if found["sites"] else heap
     batch = max(8, min(128, 1 << max(0, (least // 4).bit_length() - 1)))
     pixels = found["images"] * 3 * size * size
     return {
@@ -337,7 +339,7 @@ def _suggested(found: dict[str, Any]) -> dict[str, Any]:
             "value": batch,
             "reason": f"{whose} ({least:,} images) then takes at least four steps a round"
             if least >= 4 * batch
-            else f"{whose} has {least:,} images only",
+            else f"{whose} has {least:,} image{'' if least == 1 else 's'} only",
         },
         "decoded": {
             "bytes": pixels,
@@ -360,7 +362,7 @@ def _size(found: dict[str, Any]) -> tuple[int, str]:
 
 def _encoder(images: int) -> tuple[str, str]:
     if images < 2_000:
-        return "small", f"{images:,} images are few for a larger network, and this one is quick"
+        return "small", f"too few images ({images:,}) for a larger network; this one is quick"
     if images < 200_000:
         return "resnet18", "the papers' choice for tens of thousands of images"
     return "resnet50", "enough images for a larger network; resnet18 is faster"
@@ -378,9 +380,17 @@ def _augment(found: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+def _clients(images: int) -> int:
+    """How many clients a heap is dealt out to: five, if each gets the two that training needs."""
+    return max(1, min(5, images // 2))
+
+
 def _commands(found: dict[str, Any], group_by: str | None) -> list[str]:
     """The commands that come next."""
-    split = "--partition natural" if found["sites"] else "--partition iid --clients 5"
+    if found["images"] < 2:
+        return ["(add images first: a client needs at least two to train)"]
+    heap = f"--partition iid --clients {_clients(found['images'])}"
+    split = "--partition natural" if found["sites"] else heap
     if found["sites"] and group_by:
         split += f" --data.group-by {shlex.quote(group_by)}"
     data = f"--data {shlex.quote(found['data'])} {split}"

@@ -223,5 +223,7 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _accuracy(x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> float:
-    predicted = torch.addmm(bias, x, weight.T).argmax(dim=1)
-    return (predicted == labels).float().mean().item()
+    scores = torch.addmm(bias, x, weight.T)
+    if not torch.isfinite(scores).all():
+        raise FurlongError("the linear probe diverged: its scores are not finite. Lower the rate.")
+    return (scores.argmax(dim=1) == labels).float().mean().item()

@@ -23,6 +23,12 @@ Progress = Callable[[int, int], None]
 """Called with the epochs done and the epochs in all."""
 
 
+def check_batch(size: int) -> None:
+    """Refuse batches in which nothing would be trained."""
+    if size < 2:  # BatchNorm needs two, so a batch of one is left out
+        raise FurlongError(f"batch_size is {size}; fine-tuning needs at least 2.")
+
+
 @dataclass(frozen=True)
 class Tuning:
     """How a fine-tuning is done; ``tuning`` finds one by name and changes parts of it."""
@@ -42,6 +48,9 @@ class Tuning:
     moving: int | None = None  # epochs in which the statistics move; None: all
     head: Literal["linear", "mlp"] = "linear"  # mlp: one hidden layer as wide as the features
     crops: bool = True  # random crops and flips, else the plain images
+
+    def __post_init__(self) -> None:
+        check_batch(self.batch_size)
 
 
 TUNINGS: dict[str, Tuning] = {
