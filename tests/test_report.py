@@ -281,7 +281,7 @@ def test_every_column_says_what_was_done(tmp_path: Path) -> None:
         {"who": "federated", "protocol": "quality", "labels": 0.0, "uniformity": -2.0},
     ]
     page = page_of(path)
-    frozen = "the encoder is frozen, and a classifier learns on what it gives"
+    frozen = "the encoder is frozen, a classifier works on what it gives"
     assert f"kNN; linear probe: {frozen}" in page
     assert "trained further" not in page
     RunFolder(path).write("evaluations.json", rows)

@@ -265,14 +265,14 @@ def test_only_federated_tuning_is_one_table(tmp_path: Path) -> None:
     ("protocol", "given", "name"),
     [
         ("knn", {"k": 200, "temperature": 0.1, "seed": 0}, "knn"),
-        ("knn", {"k": 1, "temperature": 0.1, "seed": 0}, "knn:k=1"),
+        ("knn", {"k": 1, "temperature": 0.1, "seed": 0, "evaluate.k": 1}, "knn:k=1"),
         ("knn:k=1", {"k": 1, "temperature": 0.1, "seed": 0}, "knn:k=1"),
         ("knn", {"k": 200, "temperature": 0.1, "seed": 7}, "knn:seed=7"),
         ("knn", {"seed": 0, "data.test_images": 10}, "knn:data.test_images=10"),
         ("knn", {"seed": 0, "changed": {"data.test_images": 10, "data.root": "/x"}},
          "knn:data.test_images=10"),
         ("linear", {"recipe": "default", "seed": 0}, "linear"),
-        ("linear", {"recipe": "moco", "epochs": 7, "seed": 0}, "linear:recipe=moco"),
+        ("linear", {"recipe": "moco", "epochs": 7, "evaluate.probe": "moco"}, "linear:recipe=moco"),
         ("federated-10", {"partition": "classes:2", "clients": 5}, "federated-10"),
         ("federated-10", {"partition": "iid", "clients": 5}, "federated-10:partition=iid"),
         ("semi-10", {"data.partition": "classes:1"}, "semi-10:data.partition=classes 1"),
@@ -334,7 +334,7 @@ def test_many_columns_are_numbered(furlong_: Any, tmp_path: Path) -> None:  # no
     kept = [{**row, "protocol": f"semi-10:epochs={n}:finetune=head_bn"} for n in range(3, 8)]
     (path / "evaluations.json").write_text(json.dumps(kept))
     shown = furlong_("table", path).out
-    assert "(7) tuned in one place, epochs=7, finetune=head_bn, 10 % of the labels %" in (
+    assert "(7) tuned in one place, epochs=7, finetune=head_bn, 10 % of the labels Test" in (
         " ".join(shown.split())
     )
     assert "┃ (7) ┃" in " ".join(shown.split())

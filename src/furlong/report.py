@@ -211,7 +211,7 @@ def _how(columns: Sequence[Key], people: Iterable[str]) -> Iterator[str]:
     every = [(tables.kind_of(name), tables.column_title((name, s))) for name, s in columns]
     named = {kinds: [t for kind, t in every if kind in kinds] for kinds in (FROZEN, TUNED)}
     if names := named[FROZEN]:
-        yield f"{_joined(names)}: the encoder is frozen, and a classifier learns on what it gives."
+        yield f"{_joined(names)}: the encoder is frozen, a classifier works on what it gives."
     if names := named[TUNED]:
         yield f"{_joined(names)}: the encoder itself is trained further, with labels."
     if any(kind == "classifier" for kind, _ in every):

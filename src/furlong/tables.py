@@ -283,7 +283,7 @@ def measured_by(row: Result, settings: Mapping[str, Any]) -> str:
         other = {k: v for k, v in other.items() if k in ("recipe", "seed")}
     for key, value in given.items():  # what the row says was given anew: data.images = 10
         nested = value if isinstance(value, Mapping) else {key: value} if "." in key else {}
-        other |= {k: v for k, v in nested.items() if not _free(k)}
+        other |= {k: v for k, v in nested.items() if not _said(k, usual)}
     asked = {option.partition("=")[0] for option in options}
     words = [f"{k}={word(v)}".replace(":", " ") for k, v in other.items() if k not in asked]
     own = settings["data"].get("name")
@@ -309,10 +309,11 @@ def _usual(protocol: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return usual
 
 
-def _free(name: str) -> bool:
-    """Whether no result depends on a setting, or the protocol's name tells it."""
+def _said(name: str, usual: Mapping[str, Any]) -> bool:
+    """Whether no result depends on a setting, or the protocol's name tells it anyway."""
     section, _, key = name.partition(".")
-    return key in FREE.get(section, ()) or name == "data.name"
+    told = key in usual or name in ("data.name", "evaluate.probe")
+    return told or key in FREE.get(section, ())
 
 
 # ---------------------------------------------------------------- grouping

@@ -201,7 +201,8 @@ def _numbered(heading: list[str], rows: list[tuple[str, list[str]]]) -> tuple[li
     if last - first <= 3 or whole < console.width:
         return heading, []
     numbers = [f"({number + 1})" for number in range(last - first)]
-    names = [f"{n} {name}" for n, name in zip(numbers, heading[first:last], strict=True)]
+    titles = [title.removesuffix(" %") for title in heading[first:last]]
+    names = [f"{n} {title}" for n, title in zip(numbers, titles, strict=True)]
     return [*heading[:first], *numbers, *heading[last:]], names
 
 
