@@ -14,7 +14,7 @@ The rules:
   clients, MFCL's Sc s is ``mfcl:s``, FCL's two are our stand-ins (its appendix is not available).
   Where a paper does not say how many clients or rounds there were, the cell is empty.
 - Bounds: "Single-client" is FedBYOL with ``single``, centralised BYOL and MoCo are ``pooled``;
-  "Random-init" is ``random``.
+  "Random-init" is ``random``, and so is FedAvg with few labels: clients tune random weights.
 - Protocols: ``linear``; ``classifier`` (the accuracy of a trained one); ``semi_central``
   (labels pooled, FCL Table 2, FedU Table 2); ``semi_federated`` (labels stay on clients: FCL Table
   3 and FedCA's semi-supervised table, see the specification, 4.3); ``transfer`` to ``target``.
@@ -99,6 +99,8 @@ def convert(printed: list[dict[str, str]]) -> Iterator[dict[str, str]]:
         line["partition"], line["clients"] = split(row, line["data"])
         line["method"], line["fields"], line["bound"] = method(row["method"])
         line["protocol"], line["labels"] = protocol(row)
+        if few(row):
+            line["method"] = "random"
         line["accuracy"] = fraction(row["value"], metric)
         std = spread.get((*(row[k] for k in keys[:-1]), metric + "_std"))
         line["std"] = "" if std is None else fraction(std, metric)
@@ -156,11 +158,16 @@ def protocol(row: dict[str, str]) -> tuple[str, str]:
     return metric.split("_")[0], "1"
 
 
+def few(row: dict[str, str]) -> bool:
+    """FedAvg with few labels from random weights: what is tuned by the clients is ``random``."""
+    return row["method"] == "FedAvg-supervised" and protocol(row)[0] == "semi_federated"
+
+
 def quoted(row: dict[str, str]) -> bool:
     if row["paper"] != "FedU" or row["table"] not in ("T1", "T2", "T3"):
         return False
-    few = row["method"] == "FedAvg-supervised" and row["table"] == "T2"
-    return few or row["method"] in ("FedSimCLR", "FedCA")
+    supervised = row["method"] == "FedAvg-supervised" and row["table"] == "T2"
+    return supervised or row["method"] in ("FedSimCLR", "FedCA")
 
 
 def budget(row: dict[str, str]) -> tuple[str, str]:
@@ -199,6 +206,8 @@ def note(row: dict[str, str]) -> str:
         notes.append("the number of clients is not available")
     if "Fig5" in table and name != "CL":
         notes.append("from the gain that the text states")
+    if few(row):
+        notes.append("FedAvg with these labels only, from random weights, in the paper")
     if name == "FedPR":
         notes.append("FedPR in the paper")
     return "; ".join(notes)

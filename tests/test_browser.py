@@ -12,6 +12,7 @@ from test_report import make as make_run
 from test_tables import make
 
 from furlong import comparison, report
+from furlong.runfolder import RunFolder
 
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = [
@@ -39,7 +40,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for seed in range(3):
         make(folder / f"grid/fedsimclr/{seed}", "fedsimclr", seed, 0.65 + seed / 100)
         make(folder / f"grid/fedu/{seed}", "fedu", seed, 0.6 + seed / 70)
-        make(folder / f"grid/a name that is rather long {seed}", "fcl", seed, 0.4)
+        wide = make(folder / f"grid/a name that is rather long {seed}", "fcl", seed, 0.4)
+        row = {"who": "federated", "protocol": "transfer:fashion_mnist", "accuracy": 0.5}
+        RunFolder(wide).write("evaluations.json", [row])
     return {
         "run": report.build(make_run(folder / "run")),
         "alone": report.build(make_run(folder / "alone", bound="single", clients=30)),
@@ -83,6 +86,25 @@ def test_page_fits_and_is_quiet(
         details.evaluate("element => { element.open = true; }")
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
     assert visit.page.locator("figure svg").first.bounding_box()["width"] > 250
+    visit.close()
+
+
+def test_a_table_that_goes_on_shows_a_shade(browser: Any, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["comparison"], 390)
+    place = visit.page.locator(".scroll").first
+    assert place.evaluate("element => element.scrollWidth > element.clientWidth")
+    place.scroll_into_view_if_needed()
+
+    def corner(x: float) -> bytes:
+        box = place.bounding_box()
+        clip = {"x": box["x"] + x, "y": box["y"] + 2, "width": 2, "height": 2}
+        return bytes(visit.page.screenshot(clip=clip))
+
+    width = place.bounding_box()["width"]
+    ground = corner(-6)
+    assert (corner(1), corner(width - 3) != ground) == (ground, True)
+    place.evaluate("element => { element.scrollLeft = element.scrollWidth; }")
+    assert (corner(1) != ground, corner(width - 3)) == (True, ground)
     visit.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 from test_cli import furlong_  # noqa: F401
 
 from furlong import compare, experiment
+from furlong.assemble import prepare
 from furlong.errors import FurlongError
 from furlong.runfolder import RunFolder
 
@@ -137,6 +138,83 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: Any) -> No
     with pytest.raises(FurlongError, match=r"optimiser\.lr = 0\.032, not 0\.5"):
         cells(tmp_path / "half", "fedsimclr", **{"optimiser.lr": 0.5})
     assert cells(tmp_path / "half", "fedsimclr", **{"run.workers": 2, "data.root": "elsewhere"})
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ({"data.augment": "mfcl"}, {}, r"data\.augment = mfcl, not shapes"),
+        ({}, {"clients": None}, r"data\.clients = 2, not 5"),
+        ({"method.temperature": 0.3}, {}, r"method\.temperature = 0\.3, not"),
+    ],
+)
+def test_other_settings_are_not_taken_for_the_same(
+    tmp_path: Path, first: dict[str, Any], then: dict[str, Any], said: str
+) -> None:
+    [cell] = cells(tmp_path, "fedsimclr", **first)
+    folder = RunFolder.create(cell.folder)
+    folder.write("config.toml", prepare(cell.settings).config.toml())
+    assert cells(tmp_path, "fedsimclr", **first)
+    with pytest.raises(FurlongError, match=said):
+        cells(tmp_path, "fedsimclr", **then)
+
+
+@pytest.mark.parametrize("method", ["fedsimclr", "fedae", "fedrot", "orchestra", "fedu@single"])
+@pytest.mark.parametrize("partition", ["iid", "fcl_noniid1_standin"])
+def test_settings_are_resolved_as_a_run_does(tmp_path: Path, method: str, partition: str) -> None:
+    given = {"clients": None, "partition": partition, "data.images": 200, "data.test_images": 10}
+    [cell] = cells(tmp_path, method, **given)
+    RunFolder.create(cell.folder).write("config.toml", prepare(cell.settings).config.toml())
+    assert cells(tmp_path, method, **given)
+
+
+def test_impossible_data_show_once_before_anything_runs(
+    tmp_path: Path,
+    furlong_: Any,  # noqa: F811
+) -> None:
+    words = [*WORDS, "--data.partition", "classes:99", "--seeds", "3", "--out", tmp_path / "g"]
+    result = furlong_("compare", "--methods", "fedsimclr,fedu,fedbyol", *words)
+    assert result.code == 2
+    assert result.err.count("classes:99") == 1
+    assert not (tmp_path / "g").exists()
+
+
+def test_what_is_missing_is_made_again(tmp_path: Path) -> None:
+    [cell] = cells(tmp_path, "fedsimclr")
+    assert [o.state for o in compare.run([cell])] == ["done"]
+    before = (RunFolder(cell.folder).summary() or {})["weights_sha256"]
+    (cell.folder / "report.html").unlink()
+    assert [o.state for o in compare.run([cell])] == ["was there"]
+    assert (cell.folder / "report.html").exists()
+    for name in ("encoder.safetensors", "encoder.json"):
+        (cell.folder / name).unlink()
+        assert [o.state for o in compare.run([cell])] == ["done"]
+        assert (cell.folder / name).exists()
+    assert (RunFolder(cell.folder).summary() or {})["weights_sha256"] == before
+    assert not list(cell.folder.glob("*.before"))
+
+
+def test_a_failure_keeps_the_summary(tmp_path: Path, monkeypatch: Any) -> None:
+    [cell] = cells(tmp_path, "fedsimclr")
+    compare.run([cell])
+    (cell.folder / "encoder.safetensors").unlink()
+
+    def broken(*_: Any) -> None:
+        raise FurlongError("the images are gone")
+
+    monkeypatch.setattr(experiment, "resume", broken)
+    assert [o.reason for o in compare.run([cell])] == ["the images are gone"]
+    assert RunFolder(cell.folder).summary() is not None
+
+
+def test_rules_of_the_server_are_methods_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "grid.toml"
+    file.write_text(
+        '[methods.fedsimclr]\n[methods."fedsimclr median"]\nname = "fedsimclr"\n'
+        'server.rule = "median"\n'
+    )
+    rules = [c.settings.server.rule for c in compare.grid([file], [], 1, tmp_path, {})]
+    assert rules == ["mean", "median"]
 
 
 def test_a_failing_cell_does_not_stop_the_others(tmp_path: Path, furlong_: Any) -> None:  # noqa: F811

@@ -12,7 +12,7 @@ from test_cli import furlong_  # noqa: F401
 from test_report import Tags, assert_self_contained
 from test_tables import make
 
-from furlong import comparison, figures, tables, tsne
+from furlong import comparison, figures, report, tables, tsne
 from furlong.errors import FurlongError
 from furlong.runfolder import RunFolder
 
@@ -36,9 +36,9 @@ def page_of(path: Path, **options: Any) -> str:
 def test_page(grid: Path) -> None:
     page = page_of(grid)
     for text in (
-        "3 methods", "fedu@pooled", "61.4 %", "± 1.4", "paired t-test over seeds", "9 runs",
-        "highest linear probe", "Leaves a client:", "the 9 run folders", "furlong report",
-        "β-CIB 1.2500", "False negatives", "the 4 comparisons with fedsimclr",
+        "2 methods and 1 bound", "fedu@pooled", "61.4 %", "± 1.4", "paired t-test over seeds",
+        "highest federated linear probe", "Leaves a client:", "the 9 run folders", "9 runs",
+        "β-CIB 1.2500", "False negatives", "furlong report", "the 4 comparisons with fedsimclr",
     ):  # fmt: skip
         assert text in page, text
     # accuracy, bytes, kNN, loss, divergence, partition, false negatives
@@ -51,8 +51,28 @@ def test_page(grid: Path) -> None:
 def test_settings_have_their_own_sections(grid: Path) -> None:
     make(grid / "iid", "fedu", 0, partition="iid")
     page = page_of(grid)
-    assert "Results, setting 2" in page
+    assert "Results, table 2" in page
     assert "in 2 settings" in page
+
+
+def test_tuning_by_the_clients_has_its_own_table(grid: Path) -> None:
+    path = grid / "fedu/0"
+    row = {"who": "federated", "labels": 0.1, "accuracy": 0.6}
+    kept = [{**row, "protocol": f"{kind}-10"} for kind in ("semi", "federated")]
+    RunFolder(path).write("evaluations.json", kept)
+    page = page_of(grid)
+    first, second = page.split("Results, table 2")
+    assert "tuned in one place" in first
+    assert "tuned by the clients" not in first
+    assert "fine-tuned by the clients, whose labels stay with them" in second
+    assert "9 runs</p>" in first
+    assert "settings</p>" not in first  # two tables, one setting
+    assert page.count("<svg") == 8  # one more, the accuracies
+    report.build(path)
+    page = (path / "report.html").read_text()
+    first, second = page.split("Fine-tuned by the clients, whose labels stay with them")
+    assert "tuned by the clients" not in first[first.index("<h2>Results") :]
+    assert "tuned in one place" not in second
 
 
 def test_hostile_names_are_only_text(tmp_path: Path) -> None:
@@ -137,6 +157,23 @@ def test_band_is_the_deviation_over_runs() -> None:
     figure = figures.compared({"a": [[(1, 1.0)], [(1, 3.0)]]}, "y")
     band = figure.axes[0].collections[0].get_paths()[0].get_extents()
     assert (band.y0, band.y1) == pytest.approx((2 - 2**0.5, 2 + 2**0.5))
+
+
+def test_band_ends_where_values_end() -> None:
+    figure = figures.compared({"a": [[(1, 0.0)], [(1, 1.0)]]}, "y", limits=(0.0, 1.0))
+    band = figure.axes[0].collections[0].get_paths()[0].get_extents()
+    assert (band.y0, band.y1) == (0, 1)
+
+
+def test_names_of_levels_stand_apart_beside_the_axes() -> None:
+    points = [("a", 5e6, 0.40, None), ("b", 9e6, 0.41, None)]
+    levels = {"x": 0.2, "y": 0.201, "z": 0.202}
+    axes: Any = figures.versus(points, "sent", "accuracy", levels=levels).axes[0]
+    named = {text.get_text(): text for text in axes.texts}
+    places = [float(named[name].xyann[1]) for name in levels]
+    bottom, top = axes.get_ylim()
+    assert min(b - a for a, b in itertools.pairwise(places)) > 0.06 * (top - bottom)
+    assert all(named[name].xyann[0] > 1 for name in levels)  # in fractions of the axes
 
 
 def test_accuracy_against_bytes() -> None:

@@ -266,3 +266,45 @@ def test_many_clients_are_a_band() -> None:
     drawn = figures.svg(figures.curves({"mean": [(1, 2.0), (2, 1.0)]}, "loss", each=each))
     assert "middle 80 % of the clients" in drawn
     assert len(drawn) < 30_000
+
+
+# ---------------------------------------------------------------- what is measured, what is damaged
+
+
+def test_every_column_says_what_was_done(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    semi = {"protocol": "semi-10", "labels": 0.1, "accuracy": 0.5}
+    rows = [
+        {"who": "federated", **semi},
+        {"who": "federated, exchange 2 of 4", **semi},
+        {"who": "federated", "protocol": "knn", "accuracy": 0.9, "settings": {"k": 1, "seed": 0}},
+        {"who": "federated", "protocol": "quality", "labels": 0.0, "uniformity": -2.0},
+    ]
+    page = page_of(path)
+    frozen = "the encoder is frozen, a classifier works on what it gives"
+    assert f"kNN; linear probe: {frozen}" in page
+    assert "trained further" not in page
+    RunFolder(path).write("evaluations.json", rows)
+    page = page_of(path)
+    assert f"kNN; linear probe; kNN, k=1: {frozen}" in page
+    assert "Tuned in one place, 10 % of the labels: the encoder itself is trained further" in page
+    assert "A row that names an exchange is of a checkpoint" in page
+    assert "after the last round" not in page
+    assert "51.2 %" in page  # kNN with the run's k is still there
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("summary.json", '{"results": []}', "who is missing"),
+        ("metrics.jsonl", '{"exchange": 0}\n', "line 1, does not hold .* round is missing"),
+        ("tsne.json", "{}", "points is missing"),
+        ("tsne.json", '{"points": [1, 2, 3], "clients": [0], "classes": []}', "--tsne"),
+        ("partition.json", "{}", "partition is missing"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, file: str, text: str, said: str) -> None:
+    path = make(tmp_path / "run")
+    (path / file).write_text(text)
+    with pytest.raises(FurlongError, match=said):
+        report.build(path)

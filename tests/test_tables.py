@@ -174,6 +174,43 @@ def test_fields_that_differ_name_the_rows(tmp_path: Path) -> None:
     )
 
 
+def test_the_rule_of_the_server_is_a_setting(tmp_path: Path) -> None:
+    for seed in range(2):
+        make(tmp_path / f"mean{seed}", "fedsimclr", seed, 0.5)
+        make(tmp_path / f"median{seed}", "fedsimclr", seed, 0.6, **{"server.rule": "median"})
+    make(tmp_path / "other", "fedu", 0, 0.6, **{"server.rule": "median"})
+    group = group_of(tmp_path)
+    accuracy = {row.label: row.cells["linear", 1.0].mean for row in group.own}
+    assert accuracy == {
+        "fedsimclr, server.rule=mean": 0.5,
+        "fedsimclr, server.rule=median": 0.6,
+        "fedu": 0.6,
+    }
+    assert [len(row.seeds) for row in group.own] == [2, 2, 1]
+    assert not any("left out" in note for note in group.notes)
+    assert any("Not the same in all rows: server.rule is mean" in note for note in group.notes)
+
+
+def test_where_a_run_was_computed_is_no_setting(tmp_path: Path) -> None:
+    make(tmp_path / "a", "fedu", 0, **{"run.workers": 1, "data.root": "x"})
+    make(tmp_path / "b", "fedu", 1, **{"run.workers": 2, "evaluate.knn_every": 3})
+    assert [(row.label, row.seeds) for row in group_of(tmp_path).own] == [("fedu", [0, 1])]
+
+
+def test_pairs_have_the_same_seed(tmp_path: Path) -> None:
+    """Found in another order, and one seed missing: 1, 2 and 4 are in both."""
+    ours, theirs = {4: 0.9, 1: 0.6, 2: 0.7, 7: 0.1}, {1: 0.5, 2: 0.5, 3: 0.9, 4: 0.5}
+    for place, (seed, value) in enumerate(ours.items()):
+        make(tmp_path / f"b{place}", "fedu", seed, value)
+    for place, (seed, value) in enumerate(theirs.items()):
+        make(tmp_path / f"a{place}", "fedsimclr", seed, value)
+    group = group_of(tmp_path)
+    found = group.own[1].differences["linear", 1.0]
+    by_hand = paired([0.6, 0.7, 0.9], [0.5, 0.5, 0.5])
+    assert (found.n, found.mean) == (3, pytest.approx(by_hand.mean))
+    assert found.p == pytest.approx(by_hand.p)
+
+
 def test_bounds_and_repetitions(tmp_path: Path) -> None:
     make(tmp_path / "a", "fedu", 0)
     make(tmp_path / "b", "fedu", 0, bound="pooled")
@@ -183,26 +220,74 @@ def test_bounds_and_repetitions(tmp_path: Path) -> None:
     assert [row.label for row in group.own] == ["fedu", "fedu@pooled"]
     assert group.own[1].sent is None
     notes = " ".join(group.notes)
-    assert "repeats seed 0 of fedu and is left out" in notes
+    assert "repeats seed 0 of fedu and is left out: it has the settings of" in notes
     assert "1 run(s) have not finished" in notes
 
 
 def test_later_evaluations_are_columns(tmp_path: Path) -> None:
     path = make(tmp_path / "run", "fedu")
+    semi = {"who": "federated", "labels": 0.1, "accuracy": 0.6, "std": 0.01}
     rows: list[dict[str, Any]] = [
-        {"who": "federated", "protocol": "semi-10", "labels": 0.1, "accuracy": 0.6, "std": 0.01},
+        {**semi, "protocol": "semi-10"},
+        {**semi, "protocol": "semi-10 on cifar100", "accuracy": 0.1, "data": "cifar100"},
+        {**semi, "protocol": "semi-10:epochs=5 on folder:/a:b", "accuracy": 0.2},
         {"who": "federated", "protocol": "federated-10", "labels": 0.1, "accuracy": 0.5},
         {"who": "federated", "protocol": "quality", "labels": 0.0, "uniformity": -2.0},
         {"who": "random", "protocol": "transfer:mnist", "labels": 1.0, "accuracy": 0.3},
     ]
     (path / "evaluations.json").write_text(json.dumps(rows))
-    group = group_of(path)
-    titles = [tables.column_title(column) for column in group.columns]
-    assert titles == [
+    group, federated = tables.tables(tables.find([path])[0])
+    assert list(map(tables.column_title, group.columns)) == [
         "kNN", "linear probe", "tuned in one place, 10 % of the labels",
-        "tuned by the clients, 10 % of the labels", "transfer to mnist",
+        "tuned in one place on cifar100, 10 % of the labels",
+        "tuned in one place on folder:/a:b, epochs=5, 10 % of the labels", "transfer to mnist",
     ]  # fmt: skip
     assert group.own[0].cells["semi-10", 0.1].mean == 0.6
+    # what stays on the clients is never in one table with what is put in one place
+    assert federated.columns == [("federated-10", 0.1)]
+    assert federated.title.startswith(group.title)
+    assert "fine-tuned by the clients" in federated.title
+    text = tables.markdown([group, federated])
+    assert text.count("|---|") == 2
+
+
+def test_only_federated_tuning_is_one_table(tmp_path: Path) -> None:
+    for method in ("fedu", "fedsimclr"):
+        folder = RunFolder(make(tmp_path / method, method))
+        folder.write("summary.json", {**(folder.summary() or {}), "results": []})
+    row = {"who": "federated", "protocol": "federated-1", "labels": 0.01, "accuracy": 0.5}
+    (tmp_path / "fedu" / "evaluations.json").write_text(json.dumps([row]))
+    group = group_of(tmp_path)
+    assert (group.more, [r.label for r in group.own]) == (False, ["fedu"])
+
+
+@pytest.mark.parametrize(
+    ("protocol", "given", "name"),
+    [
+        ("knn", {"k": 200, "temperature": 0.1, "seed": 0}, "knn"),
+        ("knn", {"k": 1, "temperature": 0.1, "seed": 0, "evaluate.k": 1}, "knn:k=1"),
+        ("knn:k=1", {"k": 1, "temperature": 0.1, "seed": 0}, "knn:k=1"),
+        ("knn", {"k": 200, "temperature": 0.1, "seed": 7}, "knn:seed=7"),
+        ("knn", {"seed": 0, "data.test_images": 10}, "knn:data.test_images=10"),
+        ("knn", {"seed": 0, "changed": {"data.test_images": 10, "data.root": "/x"}},
+         "knn:data.test_images=10"),
+        ("linear", {"recipe": "default", "seed": 0}, "linear"),
+        ("linear", {"recipe": "moco", "epochs": 7, "evaluate.probe": "moco"}, "linear:recipe=moco"),
+        ("federated-10", {"partition": "classes:2", "clients": 5}, "federated-10"),
+        ("federated-10", {"partition": "iid", "clients": 5}, "federated-10:partition=iid"),
+        ("semi-10", {"data.partition": "classes:1"}, "semi-10:data.partition=classes 1"),
+    ],
+)  # fmt: skip
+def test_other_settings_do_not_replace_a_result(
+    tmp_path: Path, protocol: str, given: dict[str, Any], name: str
+) -> None:
+    path = make(tmp_path / "run", "fedu")
+    row = {"who": "federated", "protocol": protocol, "accuracy": 0.99, "data": "shapes"}
+    (path / "evaluations.json").write_text(json.dumps([{**row, "settings": given}]))
+    run = tables.read(path)
+    assert run is not None
+    assert run.scores["federated", name, 1.0] == 0.99
+    assert run.scores["federated", "knn", 1.0] == (0.99 if name == "knn" else 0.4)
 
 
 # ---------------------------------------------------------------- formats
@@ -212,6 +297,14 @@ def test_markdown(grid: Path) -> None:
     text = tables.markdown([group_of(grid)])
     assert "| fedu | 3 | 40.0 ± 0.0 | 62.0 ± 1.0 | 1\N{NO-BREAK SPACE}MB | 1 min 30 s |" in text
     assert "mean ± standard deviation over 3 seeds" in text
+
+
+def test_names_in_markdown_are_only_text(tmp_path: Path) -> None:
+    make(tmp_path / "a", "fedu", 0, data="folder:a|b<img>", **{"method.threshold": 0.1})
+    make(tmp_path / "b", "fedu", 0, data="folder:a|b<img>", **{"method.threshold": 0.2})
+    text = tables.markdown([group_of(tmp_path)])
+    assert "folder:a\\|b\\<img\\>" in text
+    assert "<img" not in text.replace("\\<", "")
 
 
 def test_csv_has_a_line_per_number(grid: Path) -> None:
@@ -233,6 +326,51 @@ def test_command(furlong_: Any, grid: Path, to: str, text: str) -> None:  # noqa
     result = furlong_("table", grid, "--to", to)
     assert result.code == 0
     assert text in result.out
+
+
+def test_many_columns_are_numbered(furlong_: Any, tmp_path: Path) -> None:  # noqa: F811
+    path = make(tmp_path / "run", "fedu")
+    row = {"who": "federated", "labels": 0.1, "accuracy": 0.6}
+    kept = [{**row, "protocol": f"semi-10:epochs={n}:finetune=head_bn"} for n in range(3, 8)]
+    (path / "evaluations.json").write_text(json.dumps(kept))
+    shown = furlong_("table", path).out
+    assert "(7) tuned in one place, epochs=7, finetune=head_bn, 10 % of the labels Test" in (
+        " ".join(shown.split())
+    )
+    assert "┃ (7) ┃" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("summary.json", '{"results": []}', "who is missing"),
+        ("summary.json", "[]", "it is damaged"),
+        ("summary.json", "{", "cannot read"),
+        ("evaluations.json", '[{"accuracy": 0.5}]', "who is missing"),
+        ("evaluations.json", '[{"who": 1, "protocol": "knn", "accuracy": 1}]', "who is not what"),
+        ("config.toml", "a = 1", "method is missing"),
+    ],
+)
+def test_damaged_runs(
+    furlong_: Any,  # noqa: F811
+    grid: Path,
+    file: str,
+    text: str,
+    said: str,
+) -> None:
+    (grid / "fedu/0" / file).write_text(text)
+    for command in ("table", "report"):
+        result = furlong_(command, grid)
+        assert result.code == 2
+        assert said in " ".join(result.err.split())
+        assert file in result.err.replace("\n", "")
+
+
+def test_a_damaged_grid_file_only_loses_the_order(furlong_: Any, grid: Path) -> None:  # noqa: F811
+    for text in ('{"command": "furlong com', "[]", "7"):
+        (grid / tables.GRID).write_text(text)
+        assert furlong_("table", grid).code == 0
+        assert furlong_("report", grid).code == 0
 
 
 def test_wrong_input(furlong_: Any, grid: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -302,7 +440,7 @@ def test_values_that_the_specification_quotes(wanted: dict[str, Any], accuracy: 
 def test_known_misprints_have_a_note() -> None:
     swapped = [row for row in papers.printed() if "swapped" in row.note]
     assert sorted(row.accuracy for row in swapped) == [0.0537, 0.1447]
-    assert {row.method for row in swapped} == {"fedavg"}
+    assert {row.method for row in swapped} == {"random"}  # tuned from random weights
     random = [row for row in papers.printed() if "93.05" in row.note]
     assert [(row.paper, row.method, row.accuracy) for row in random] == [("FedU", "random", 0.9379)]
 
@@ -310,24 +448,66 @@ def test_known_misprints_have_a_note() -> None:
 def settings(**options: Any) -> dict[str, Any]:
     given = {"data": "cifar10", "partition": "classes:2", "clients": 5, **options}
     made = from_tree({}, given, "test")
-    return {
-        "method": made.method,
-        **{s: vars(getattr(made, s)) for s in ("data", "model", "train", "run")},
-    }
+    sections = ("data", "model", "train", "server", "run")
+    return {"method": made.method, **{s: vars(getattr(made, s)) for s in sections}}
 
 
 def test_what_corresponds() -> None:
     ours = settings(method="fedu", encoder="resnet18", rounds=10, epochs=5, **{"data.images": 5000})
     [row] = papers.beside(ours, "linear")
     assert row.source == "FedU, Table 1"
-    short = papers.shortfall(row, ours)
-    assert short == "our run had 10 instead of 100 rounds, 5,000 instead of 50,000 images"
+    assert (
+        papers.budget(row, ours)
+        == "our run had 10 instead of 100 rounds, 5,000 instead of 50,000 images"
+    )
     assert [r.protocol for r in papers.beside(ours, "semi-10", 0.1)] == ["semi_central"]
     assert papers.beside(ours, "federated-10", 0.1) == []
     for other in ({"encoder": "small"}, {"clients": 10}, {"method.predictor": "local"}):
         given = {"method": "fedu", "encoder": "resnet18", **other}
         assert papers.beside(settings(**given), "linear") == []
     assert papers.beside(ours, "knn") == []
+    longer = settings(method="fedu", encoder="resnet18", rounds=200, epochs=5)
+    assert papers.budget(row, longer) == "our run had 200 instead of 100 rounds"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"server.rule": "median"}, {"fraction": 0.4}, {"model.early_norm": "gn"}],
+    ids=str,
+)
+def test_what_no_paper_did_has_no_printed_number(other: dict[str, Any]) -> None:
+    mfcl = {"method": "fedsimclr", "encoder": "resnet18", "partition": "mfcl:2", "clients": 10}
+    assert {r.table for r in papers.beside(settings(**mfcl), "linear")} == {"Table 2", "Table 7"}
+    found = papers.beside(settings(**mfcl, **other), "linear")
+    assert [r.fields for r in found] == ["model.early_norm=gn"] * ("gn" in other.values())
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    ["linear on cifar100", "linear-crops on cifar100", "linear:epochs=1", "linear:k=1"],
+)
+def test_other_images_or_options_have_no_printed_number(protocol: str) -> None:
+    ours = settings(method="fedu", encoder="resnet18")
+    assert papers.beside(ours, "linear")
+    assert papers.beside(ours, protocol) == []
+    assert papers.beside(ours, "semi-10", 0.1)
+    for more in (" on cifar100", ":epochs=1:finetune=head_bn", " on folder:/a:b"):
+        assert papers.beside(ours, f"semi-10{more}", 0.1) == []
+
+
+def test_few_labels_from_scratch_is_the_random_encoder_tuned(tmp_path: Path) -> None:
+    ours = settings(method="fedavg", encoder="resnet50")
+    assert papers.beside(ours, "federated-10", 0.1) == []  # ours was trained with all labels
+    path = make(tmp_path / "run", "fedu", 0, data="cifar10", encoder="resnet50")
+    tuned = {"protocol": "federated-10", "labels": 0.1, "accuracy": 0.5}
+    kept = [{"who": who, **tuned} for who in ("random", "federated")]
+    (path / "evaluations.json").write_text(json.dumps(kept))
+    _, federated = tables.tables(tables.find([path])[0])
+    random, fedu = federated.rows
+    assert [beside.source for beside in random.printed] == ["FedCA, Table 3 (arXiv: 2)"]
+    assert "from random weights" in random.printed[0].note
+    assert "rounds" not in random.printed[0].note
+    assert fedu.printed == []
 
 
 def test_quoted_numbers_are_shown_once() -> None:

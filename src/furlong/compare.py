@@ -18,21 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from furlong import config, experiment
-from furlong.assemble import absolute
+from furlong import config, experiment, report
+from furlong.assemble import absolute, load_data, split_data
+from furlong.checkpoint import write_atomically
 from furlong.config import Config
 from furlong.errors import FurlongError, nearest
 from furlong.runfolder import RunFolder
-from furlong.tables import GRID
+from furlong.tables import FREE, GRID
 from furlong.words import duration
 
 BOUNDS = ("single", "pooled")
 ERROR = "error.txt"
-FREE = {  # what may differ between a cell and the command that goes on with it
-    "run": ("workers", "device", "out", "save_every", "state_memory_mb"),
-    "data": ("root", "public_root", "cache"),
-    "train": ("server_threads",),
-}
 
 
 @dataclass(frozen=True)
@@ -159,26 +155,60 @@ def _check(cell: Cell) -> None:
     path = cell.folder / "config.toml"
     if not path.exists():
         return
-    there = tomllib.loads(path.read_text(encoding="utf-8"))
-    wanted = tomllib.loads(cell.settings.toml())
+    RunFolder(cell.folder).summary()  # a damaged one is told now
+    there = _tree(path)
+    wanted = tomllib.loads(_resolved(cell.settings, there).toml())
     for section in sorted({*there, *wanted}):
         for key in sorted({*there.get(section, {}), *wanted.get(section, {})}):
             old, new = (tree.get(section, {}).get(key) for tree in (there, wanted))
-            if key in FREE.get(section, ()) or old == new or _resolved(section, key, old, new):
-                continue
-            raise FurlongError(
-                f"{cell.folder} holds a run with {section}.{key} = {old}, not {new}. Give the "
-                "settings that it began with, or another --out."
-            )
+            if key not in FREE.get(section, ()) and old != new:
+                raise FurlongError(
+                    f"{cell.folder} holds a run with {section}.{key} = {old}, not {new}. Give the "
+                    "settings that it began with, or another --out."
+                )
 
 
-def _resolved(section: str, key: str, old: Any, new: Any) -> bool:
-    """Whether ``old`` is what a run wrote down for ``new``."""
-    if section != "data":
-        return False
-    if key in ("name", "public"):
-        return new is not None and absolute(new) == old
-    return (key, new) in (("augment", "auto"), ("clients", None))
+def _tree(path: Path) -> dict[str, Any]:
+    tree = config.read(path)
+    if not all(isinstance(table, Mapping) for table in tree.values()):
+        raise FurlongError(f"{path} is not the configuration of a run: move the folder away.")
+    return tree
+
+
+def _resolved(settings: Config, there: Mapping[str, Any]) -> Config:
+    """The settings as a run writes them down (``assemble.prepare``), without reading images.
+
+    How many clients a natural partition has only the images tell; data and rule are compared.
+    """
+    data, usual = settings.data, settings.make_method().usual_augment
+    if data.name == "shapes" and usual not in ("flip", "flip_crop", "none"):
+        usual = "shapes"
+    by_itself = data.partition.startswith(("natural", "fcl_"))
+    number = there.get("data", {}).get("clients") if by_itself else 5
+    return replace(
+        settings,
+        data=replace(
+            data,
+            name=absolute(data.name),
+            public=data.public and absolute(data.public),
+            augment=usual if data.augment == "auto" else data.augment,
+            clients=number if data.clients is None else data.clients,
+        ),
+    )
+
+
+def try_data(cells: Sequence[Cell]) -> None:
+    """Read and split the images once per configuration that is to run: mistakes show now."""
+    tried = set()
+    for cell in cells:
+        data = replace(cell.settings.data, augment="auto", public=None)
+        if data in tried or _finished(cell.folder):
+            continue
+        tried.add(data)
+        try:
+            split_data(cell.settings, load_data(cell.settings)[0])
+        except FurlongError as error:
+            raise FurlongError(f"{cell.name}: {error}") from None
 
 
 # ---------------------------------------------------------------- running
@@ -194,9 +224,11 @@ def run(
     outcomes: list[Outcome] = []
     took: dict[str, list[float]] = {}
     for number, cell in enumerate(cells):
-        summary = RunFolder(cell.folder).read("summary.json")
-        if summary is not None:
+        summary = RunFolder(cell.folder).summary()
+        if summary is not None and _finished(cell.folder):
             took.setdefault(cell.method, []).append(summary["seconds"])
+            if not (cell.folder / "report.html").exists():
+                report.build(cell.folder)
             outcomes.append(Outcome(cell, "was there"))
             continue
         tell(f"[{number + 1}/{len(cells)}] {cell}{_left(cells[number:], took)}")
@@ -210,13 +242,23 @@ def run(
     return outcomes
 
 
+def _finished(folder: Path) -> bool:
+    """Whether a run has everything that a finished one has; its page can be made again."""
+    names = ("config.toml", "summary.json", "encoder.safetensors", "encoder.json")
+    return all((folder / name).exists() for name in names)
+
+
 def _one(
     cell: Cell,
     show: Callable[[experiment.Status], None] | None,
     say: Callable[[str], None],
 ) -> Outcome:
-    note = cell.folder / ERROR
+    note, summary = cell.folder / ERROR, cell.folder / "summary.json"
+    aside = summary.with_suffix(".before")
     try:
+        if summary.exists():  # but not all that belongs to it: the last checkpoint gives it again
+            say(f"{cell.folder} lacks its encoder: making it again.")
+            summary.replace(aside)
         if (cell.folder / "config.toml").exists():
             run = cell.settings.run
             again = {"workers": run.workers, "device": run.device}
@@ -229,13 +271,17 @@ def _one(
         cell.folder.mkdir(parents=True, exist_ok=True)
         note.write_text(traceback.format_exc(), encoding="utf-8")
         return Outcome(cell, "failed", f"{type(error).__name__}: {error} (see {note})")
-    note.unlink(missing_ok=True)
+    finally:
+        if aside.exists() and not summary.exists():
+            aside.replace(summary)
+    for left in (note, aside):
+        left.unlink(missing_ok=True)
     return Outcome(cell, "done")
 
 
 def _left(cells: Sequence[Cell], took: Mapping[str, Sequence[float]]) -> str:
     """How many cells are left and how long they may take, going by those that have finished."""
-    todo = [c for c in cells if not (c.folder / "summary.json").exists()]
+    todo = [c for c in cells if not _finished(c.folder)]
     if not took:
         return f", {len(todo)} to do"
     mean = statistics.fmean(s for times in took.values() for s in times)
@@ -249,6 +295,6 @@ def keep(out: Path, command: str, cells: Sequence[Cell]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"command": command, "cells": names}, indent=1) + "\n"
-        (out / GRID).write_text(text, encoding="utf-8")
+        write_atomically(out / GRID, text.encode())
     except OSError as error:
         raise FurlongError(f"cannot write to {out}: {error.strerror}") from None

@@ -14,10 +14,12 @@ from furlong.checkpoint import write_atomically
 from furlong.errors import FurlongError
 from furlong.report import (
     KINDS,
+    SPLIT,
     Drawing,
     about_method,
     environment,
     failures,
+    log,
     percent,
     render,
     save,
@@ -77,15 +79,25 @@ def _command(folders: Sequence[Path]) -> str | None:
         return None
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["command"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FurlongError(f"cannot read {path}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # damaged: the page only lacks the command
 
 
 def _headline(groups: Sequence[Group]) -> dict[str, Any]:
     names = list(dict.fromkeys(row.runs[0].name for g in groups for row in g.own))
     data = list(dict.fromkeys(str(g.setting["data.name"]) for g in groups))
-    runs = sum(len(row.runs) for g in groups for row in g.own)
-    return {"methods": names, "data": data, "runs": runs, "tiles": _tiles(groups[0])}
+    runs = len({run.path for g in groups for row in g.own for run in row.runs})
+    bounds = [name for name in names if "@" in name]
+    counts = {"method": len(names) - len(bounds), "bound": len(bounds)}
+    title = " and ".join(f"{n} {w}{'' if n == 1 else 's'}" for w, n in counts.items() if n)
+    return {
+        "title": title,
+        "methods": names,
+        "data": data,
+        "runs": runs,
+        "settings": sum(not group.more for group in groups),
+        "tiles": _tiles(groups[0]),
+    }
 
 
 def _tiles(group: Group) -> list[tuple[str, str, str]]:
@@ -98,7 +110,9 @@ def _tiles(group: Group) -> list[tuple[str, str, str]]:
             random = next((r.cells.get(column) for r in group.rows if r.reference), None)
             remark = "" if random is None else f", random encoder {percent(random.mean)}"
             value = percent(row.cells[column].mean)
-            found.append((f"highest {tables.column_title(column)}", value, f"{best}{remark}"))
+            found.append(
+                (f"highest federated {tables.column_title(column)}", value, f"{best}{remark}")
+            )
     sent = [(sum(row.sent), row.label) for row in group.own if row.sent is not None]
     if len(sent) > 1:
         low, high = min(sent), max(sent)
@@ -123,17 +137,32 @@ def _methods(groups: Sequence[Group]) -> dict[str, dict[str, str]]:
 
 def _part(group: Group) -> dict[str, Any]:
     """What the page shows of one setting."""
-    logs = {row.label: [RunFolder(run.path).lines() for run in row.runs] for row in group.own}
-    split = RunFolder(group.own[0].runs[0].path).read("partition.json")
-    return {
+    logs = {row.label: [log(RunFolder(run.path)) for run in row.runs] for row in group.own}
+    every = [row.runs[0] for row in group.own]
+    differing = tables.differing(every)
+    common = {k: v for k, v in every[0].others().items() if k not in differing}
+    shared = {k: v for k, v in common.items() if not k.startswith("method.")}
+    part: dict[str, Any] = {
         "group": group,
         "figures": list(_drawings(group, logs)),
+        "split": [],
+        "traffic": [],
+        "failures": [],
+        "common": {**group.setting, **shared},
+        "own": [
+            (row.label, {k: v for k, v in row.runs[0].others().items() if k not in shared})
+            for row in group.own
+        ],
+    }
+    if group.more:  # the part before it has shown the same runs
+        return part
+    split = RunFolder(every[0].path).read("partition.json", SPLIT)
+    return part | {
         "split": list(split_drawings(split)) if split else [],
         "traffic": [
             (row.label, _bytes(row, logs[row.label])) for row in group.own if row.sent is not None
         ],
         "failures": _failures(group, logs),
-        "own": [(row.label, row.runs[0].others()) for row in group.own],
     }
 
 
@@ -168,6 +197,9 @@ def _drawings(group: Group, logs: dict[str, list[list[Line]]]) -> Iterator[Drawi
     main = next((c for c in group.columns if c[0] == "linear"), next(iter(group.columns), None))
     if main is not None:
         yield from _accuracy(group, main)
+    if group.more:
+        return
+    if main is not None:
         yield from _price(group, main)
     yield from _courses(group, logs)
     if main is not None:
@@ -227,7 +259,12 @@ def _courses(group: Group, logs: dict[str, list[list[Line]]]) -> Iterator[Drawin
     if loss := _series(logs, "loss", apart=True):
         scaled = {label: _unit(runs) for label, runs in loss.items()}
         yield Drawing(
-            figures.compared(scaled, "training loss, 0 to 1", slots=slots | _kinds(loss, slots)),
+            figures.compared(
+                scaled,
+                "training loss, 0 to 1",
+                slots=slots | _kinds(loss, slots),
+                limits=(0.0, 1.0),
+            ),
             "Training loss, each method's between its lowest (0) and its highest value (1): losses "
             f"of different methods have different scales, so only their courses compare.{band}",
             "loss",
@@ -298,15 +335,15 @@ def _ablations(group: Group, main: Key) -> Iterator[Drawing]:
         rows = [row for row in group.own if row.runs[0].name == name and main in row.cells]
         if len(rows) < 2:
             continue
-        fields = [f for f in rows[0].runs[0].others() if len({_value(row, f) for row in rows}) > 1]
+        fields = tables.differing([row.runs[0] for row in rows])
         words = ", ".join(field.removeprefix("method.") for field in fields)
         title = f"{name}: test accuracy by the {tables.column_title(main)} over {words}."
         spread = " Lines: one standard deviation over the seeds." if _several(group) else ""
         stem = f"ablation-{name}-{'-'.join(f.rpartition('.')[2] for f in fields)}"
-        values = [row.runs[0].others()[fields[0]] for row in rows]
+        values = [row.runs[0].others().get(fields[0]) for row in rows]
         if len(fields) == 1 and all(type(v) in (int, float) for v in values):
             points = [
-                (float(v), row.cells[main].mean, row.cells[main].std)
+                (float(str(v)), row.cells[main].mean, row.cells[main].std)
                 for v, row in zip(values, rows, strict=True)
             ]
             drawn = figures.sweep(points, words, "test accuracy")
@@ -325,7 +362,3 @@ def _ablations(group: Group, main: Key) -> Iterator[Drawing]:
         best = max(rows, key=lambda row: row.cells[main].mean)
         top = f" Highest: {best.label}, {percent(best.cells[main].mean)}."
         yield Drawing(drawn, f"{title}{spread}{top}", stem[:80])
-
-
-def _value(row: Row, field: str) -> str:
-    return repr(row.runs[0].others().get(field))

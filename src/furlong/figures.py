@@ -97,12 +97,14 @@ def compared(
     levels: Mapping[str, float] | None = None,
     slots: Mapping[str, int] | None = None,
     unit: str = "",
+    limits: tuple[float, float] | None = None,
     title: str = "",
 ) -> Figure:
     """A line per name, the mean of its runs, with a band of one standard deviation.
 
     Names stand at the lines' ends. ``levels``: dashed lines across. ``slots``: which colour a name
-    has, to be the same in several figures. ``unit``: as for ``curves``.
+    has, to be the same in several figures. ``unit``: as for ``curves``. ``limits``: what values can
+    be; a band ends there.
     """
     figure, axes = _axes(3.1, title)
     ends: list[tuple[float, str, str, Any]] = []
@@ -113,7 +115,8 @@ def compared(
         mark = {"marker": "o", "markersize": 3} if len(x) <= 12 else {}
         axes.plot(x, mean, color=color, linestyle=dash, linewidth=1.8, **mark)
         if len(runs) > 1:
-            axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.16, linewidth=0)
+            low, high = (np.clip(mean + d, *(limits or (None, None))) for d in (-std, std))
+            axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
         ends.append((float(mean[-1]), name, color, dash))
     for name, level in (levels or {}).items():
         axes.axhline(level, color=GREY, linewidth=1.2, linestyle=(0, (5, 3)))
@@ -146,11 +149,8 @@ def versus(
         color, mark = _SERIES[place % 6], _MARKS[place % len(_MARKS)]
         axes.errorbar(x, y, yerr=std, color=color, marker=mark, markersize=6.5, capsize=2.5,
                       linewidth=1, linestyle="none")  # fmt: skip
-    for name, level in (levels or {}).items():
+    for level in (levels or {}).values():
         axes.axhline(level, color=GREY, linewidth=1.2, linestyle=(0, (5, 3)))
-        axes.annotate(_short(name, 30), (1, level), (-2, 2), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", ha="right", fontsize=8,
-                      parse_math=False)  # fmt: skip
     axes.set_xscale("log")
     low, high = min(p[1] for p in points), max(p[1] for p in points)
     axes.set_xlim(low / 1.3, high * 1.6 * (high / low) ** 0.35)
@@ -169,6 +169,8 @@ def versus(
             name, x, y, _ = points[i]
             _tied(axes, name, (x, y), (column, height), _SERIES[places[i] % 6], "solid")
     axes.set_ylim(bottom, top)
+    dash = (0, (5, 3))
+    _name_ends(axes, [(level, name, GREY, dash) for name, level in (levels or {}).items()])
     return figure
 
 
@@ -438,6 +440,8 @@ def _over_runs(runs: Sequence[Points]) -> tuple[Any, Any, Any]:
 
 def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str, Any]]) -> None:
     """Names at the right border, tied to the ends of their lines, moved apart where they touch."""
+    if not ends:
+        return
     bottom, top = axes.get_ylim()
     places = _apart([end[0] for end in ends], 0.064 * (top - bottom), bottom, top)
     for place, (y, name, color, dash) in zip(places, ends, strict=True):

@@ -3,7 +3,8 @@
 ``paper_results.csv`` has a line per printed accuracy, in our names; benchmarks/paper_results.py
 made it and says by which rules. A number belongs beside a run if data set, partition, clients,
 encoder, method (with the fields that an ablation names), bound, protocol and share of labels are
-the same. Budgets usually differ: ``shortfall`` says in words where a run had less than the paper.
+the same. Budgets usually differ: ``budget`` says in words where a run had less or more than the
+paper.
 """
 
 from __future__ import annotations
@@ -63,13 +64,19 @@ def _read(line: Mapping[str, str]) -> Printed:
 
 
 def beside(settings: Mapping[str, Any], protocol: str, labels: float = 1.0) -> list[Printed]:
-    """What the papers print for this run's settings (the tables of its config.toml)."""
-    protocol, target = _protocol(protocol)
+    """What the papers print for this run's settings (the tables of its config.toml).
+
+    Nothing if the protocol had options of its own or was measured on other images, if the server
+    merged otherwise than by the mean, or if not all clients took part: no paper did that.
+    """
+    word, target, options, elsewhere = parts(protocol)
+    if options or elsewhere or not _as_published(settings):
+        return []
     data, bound = settings["data"], settings["run"].get("bound", "none")
     found = [
         row
         for row in printed()
-        if (row.protocol, row.target, row.data) == (protocol, target, data["name"])
+        if (row.protocol, row.target, row.data) == (_protocol(word), target, data["name"])
         and (row.method, row.bound or "none") == (settings["method"]["name"], bound)
         and row.encoder == settings["model"]["encoder"]
         and abs(row.labels - labels) < 1e-9
@@ -81,13 +88,29 @@ def beside(settings: Mapping[str, Any], protocol: str, labels: float = 1.0) -> l
     return list(unique.values())
 
 
-def _protocol(name: str) -> tuple[str, str]:
-    """Our protocol and the set that it is transferred to: ``transfer:cifar10``, ``semi-10``."""
-    name, *more = name.split(":")
-    target = ":".join(part for part in more if "=" not in part)  # semi-10:epochs=5
-    kind, dash, _ = name.partition("-")
+def _as_published(settings: Mapping[str, Any]) -> bool:
+    rule = settings.get("server", {}).get("rule", "mean")
+    return bool(rule == "mean" and settings["train"].get("fraction", 1.0) == 1)
+
+
+def parts(protocol: str) -> tuple[str, str, list[str], str]:
+    """A protocol's word, the set that it is transferred to, its options, and other images.
+
+    ``semi-10:epochs=5 on cifar100`` -> ``semi-10``, nothing, ``epochs=5``, ``cifar100``.
+    """
+    name, elsewhere = protocol, ""
+    if not protocol.startswith("transfer:"):
+        name, _, elsewhere = protocol.partition(" on ")
+    word, *more = name.split(":")
+    target = ":".join(part for part in more if "=" not in part)
+    return word, target, [part for part in more if "=" in part], elsewhere
+
+
+def _protocol(word: str) -> str:
+    """The papers' name of one of our protocols."""
+    kind, dash, _ = word.partition("-")
     same = {"semi": "semi_central", "federated": "semi_federated", "linear": "linear"}
-    return (same.get(kind, name) if dash else name), target
+    return same.get(kind, word) if dash else word
 
 
 def _same_split(row: Printed, data: Mapping[str, Any]) -> bool:
@@ -96,7 +119,12 @@ def _same_split(row: Printed, data: Mapping[str, Any]) -> bool:
 
 
 def _agrees(fields: str, settings: Mapping[str, Any]) -> bool:
-    """Whether the run has what ``fields`` names: ``update=online;model.early_norm=gn;drop!=0``."""
+    """Whether the run has what ``fields`` names: ``update=online;model.early_norm=gn;drop!=0``.
+
+    Normalisation layers are the encoder's own (bn) where a paper names no other.
+    """
+    if "early_norm" not in fields and settings["model"].get("early_norm", "bn") != "bn":
+        return False
     for item in filter(None, fields.split(";")):
         name, _, wanted = item.partition("=")
         unequal = name.endswith("!")
@@ -113,18 +141,17 @@ def _equal(value: Any, wanted: str) -> bool:
     return str(value).lower() == wanted
 
 
-def shortfall(row: Printed, settings: Mapping[str, Any]) -> str:
-    """Where the run had less than the paper, in words; empty if nowhere that is known."""
-    train, images = settings["train"], settings["data"].get("images")
-    ours = {"rounds": train["rounds"], "local epochs per round": train["epochs"], "images": images}
-    theirs = {
-        "rounds": row.rounds,
-        "local epochs per round": row.epochs,
-        "images": IMAGES.get(row.data),
-    }
-    less = [
-        f"{ours[name]:,} instead of {wanted:,} {name}"
-        for name, wanted in theirs.items()
-        if wanted is not None and ours[name] is not None and ours[name] < wanted
+def budget(row: Printed, settings: Mapping[str, Any]) -> str:
+    """Where the run had less or more than the paper, in words; empty if nowhere that is known."""
+    train, whole = settings["train"], IMAGES.get(row.data)
+    images = settings["data"].get("images")
+    pairs = {"images": (images and whole and min(images, whole), whole)}
+    if row.method != "random":  # which has not been trained
+        epochs = (train["epochs"], row.epochs)
+        pairs = {"rounds": (train["rounds"], row.rounds), "local epochs per round": epochs, **pairs}
+    other = [
+        f"{ours:,} instead of {theirs:,} {name}"
+        for name, (ours, theirs) in pairs.items()
+        if ours is not None and theirs is not None and ours != theirs
     ]
-    return f"our run had {', '.join(less)}" if less else ""
+    return f"our run had {', '.join(other)}" if other else ""

@@ -10,7 +10,7 @@ import math
 import shlex
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ from matplotlib.figure import Figure
 from furlong import figures, tables
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
-from furlong.runfolder import RunFolder
+from furlong.runfolder import RunFolder, require
+from furlong.tables import Key
 from furlong.words import duration, size
 
 KINDS = ("params", "buffers", "features", "scalars")
@@ -44,6 +45,13 @@ NEEDED = (
     ("train", "rounds"),
     ("run", "seed"),
 )
+LOGGED = {  # in every line of metrics.jsonl
+    "round": int, "up": dict, "down": dict, "bytes_up": float, "bytes_down": float, "clients": dict,
+}  # fmt: skip
+SPLIT = {"partition": str, "sizes": list}
+MAP = {"points": list, "clients": list, "classes": list}
+FROZEN = ("knn", "linear", "linear-crops")
+TUNED = ("semi", "federated", "transfer")
 MOST_FAILURES = 50  # rows of the table
 
 Line = dict[str, Any]
@@ -92,6 +100,7 @@ def environment() -> Environment:
     )
     made.filters |= {"size": size, "percent": percent, "duration": duration}
     made.filters |= {"column_title": tables.column_title, "words": _words}
+    made.filters["word"] = tables.word
     made.globals["verdict"] = tables.verdict
     return made
 
@@ -117,9 +126,14 @@ def save(drawings: Sequence[Drawing], folder: Path) -> None:
 
 def _contents(folder: RunFolder) -> dict[str, Any]:
     text, settings = _settings(folder.path / "config.toml")
-    lines, summary = folder.lines(), folder.read("summary.json")
-    split = folder.read("partition.json") or {}
-    results = [*(summary or {}).get("results", []), *folder.evaluations()]
+    lines, summary = log(folder), folder.summary()
+    split = folder.read("partition.json", SPLIT) or {}
+    rows = [*(summary or {}).get("results", []), *folder.evaluations()]
+    results = [
+        {**row, "protocol": tables.measured_by(row, settings)}
+        for row in rows
+        if row.get("accuracy") is not None
+    ]
     bound = settings["run"].get("bound", "none")
     return {
         "run": str(folder.path),
@@ -134,7 +148,7 @@ def _contents(folder: RunFolder) -> dict[str, Any]:
         "images": sum(split.get("sizes", [])),
         "labelled": "class_counts" in split,
         "bound": BOUNDS.get(bound),
-        "results": _results(results),
+        "results": list(_results(results)),
         "headline": _headline(results, (summary or {}).get("who")),
         "printed": _printed(folder.path) if summary else [],
         "curves": [*_curves(lines, results, bound), *_map(folder, bound)],
@@ -145,6 +159,14 @@ def _contents(folder: RunFolder) -> dict[str, Any]:
         "failures": failures(lines),
         "most_failures": MOST_FAILURES,
     }
+
+
+def log(folder: RunFolder) -> list[Line]:
+    """The lines of metrics.jsonl, checked."""
+    lines = folder.lines()
+    for number, line in enumerate(lines):
+        require(line, LOGGED, f"{folder.path / 'metrics.jsonl'}, line {number + 1},")
+    return lines
 
 
 def _settings(path: Path) -> tuple[str, dict[str, Any]]:
@@ -164,19 +186,43 @@ def _settings(path: Path) -> tuple[str, dict[str, Any]]:
 # ---------------------------------------------------------------- numbers
 
 
-def _results(rows: list[Line]) -> dict[str, Any]:
-    """The table: a column per protocol, a row per encoder, clients by themselves apart."""
-    columns = list(dict.fromkeys(_column(row) for row in rows))
-    table: dict[str, dict[str, Line]] = {}
-    for row in rows:
-        table.setdefault(row["who"], {})[_column(row)] = row
-    one = [who for who in table if who.endswith(" alone")]
-    many = [(ENCODERS.get(who, who), who, cells) for who, cells in table.items() if who not in one]
-    return {"columns": columns, "rows": many, "alone": [(who, table[who]) for who in one]}
+def _results(rows: list[Line]) -> Iterator[dict[str, Any]]:
+    """Tables: a column per protocol, a row per encoder, clients by themselves apart.
+
+    What the clients tuned themselves is a table of its own.
+    """
+    for federated in (False, True):
+        some = [r for r in rows if (tables.kind_of(r["protocol"]) == "federated") == federated]
+        columns, table = tables.by_encoder(some)
+        one = [who for who in table if who.endswith(" alone")]
+        many = [(ENCODERS.get(who, who), who, cells) for who, cells in table.items()]
+        if table:
+            yield {
+                "federated": federated,
+                "columns": columns,
+                "rows": [row for row in many if row[1] not in one],
+                "alone": [row for row in many if row[1] in one],
+                "notes": list(_how(columns, table)),
+            }
 
 
-def _column(row: Line) -> str:
-    return tables.column_title((str(row["protocol"]), float(row.get("labels", 1.0))))
+def _how(columns: Sequence[Key], people: Iterable[str]) -> Iterator[str]:
+    """What was done to the encoder for the columns of a table."""
+    every = [(tables.kind_of(name), tables.column_title((name, s))) for name, s in columns]
+    named = {kinds: [t for kind, t in every if kind in kinds] for kinds in (FROZEN, TUNED)}
+    if names := named[FROZEN]:
+        yield f"{_joined(names)}: the encoder is frozen, a classifier works on what it gives."
+    if names := named[TUNED]:
+        yield f"{_joined(names)}: the encoder itself is trained further, with labels."
+    if any(kind == "classifier" for kind, _ in every):
+        yield "own classifier: of the method, which learnt from labels during the run."
+    if any(", exchange " in who for who in people):
+        yield "A row that names an exchange is of a checkpoint, before the run ended."
+
+
+def _joined(names: Sequence[str]) -> str:
+    text = "; ".join(names)
+    return text if text.startswith("kNN") else text[:1].upper() + text[1:]
 
 
 def _printed(path: Path) -> list[str]:
@@ -184,13 +230,13 @@ def _printed(path: Path) -> list[str]:
     run = tables.read(path)
     if run is None:
         return []
-    group = tables.tables([run])[0]
     return [
         f"Printed in {beside.source}: "
         + ", ".join(
             f"{tables.column_title(key)} {percent(p.accuracy)}" for key, p in beside.cells.items()
         )
         + (f" ({beside.note})." if beside.note else ".")
+        for group in tables.tables([run])
         for row in group.own
         for beside in row.printed
     ]
@@ -198,13 +244,17 @@ def _printed(path: Path) -> list[str]:
 
 def _headline(rows: list[Line], who: str | None) -> list[dict[str, Any]]:
     """What the run reached, beside the random encoder, per protocol; the linear probe first."""
-    random = {_column(row): row["accuracy"] for row in rows if row["who"] == "random"}
-    reached = [
-        {"name": _column(row), "value": row["accuracy"], "random": random.get(_column(row))}
-        for row in rows
-        if row["who"] == who
+    columns, table = tables.by_encoder(rows)
+    random, reached = table.get("random", {}), table.get(str(who), {})
+    found = [column for column in columns if column in reached]
+    return [
+        {
+            "name": tables.column_title(column),
+            "value": reached[column]["accuracy"],
+            "random": random[column]["accuracy"] if column in random else None,
+        }
+        for column in sorted(found, key=lambda column: column != ("linear", 1.0))[:2]
     ]
-    return sorted(reached, key=lambda tile: tile["name"] != tables.PROTOCOLS["linear"])[:2]
 
 
 def _traffic(lines: list[Line]) -> list[dict[str, Any]]:
@@ -291,11 +341,18 @@ def _curves(lines: list[Line], results: list[Line], bound: str) -> Iterator[Draw
 
 def _map(folder: RunFolder, bound: str) -> Iterator[Drawing]:
     """The representations in the plane, if ``furlong report --tsne`` has made them."""
-    kept = folder.read("tsne.json")
+    kept = folder.read("tsne.json", MAP)
     if kept is None:
         return
-    figure = figures.plane(kept["points"], kept["labels"], kept["clients"], kept["classes"])
-    coloured = "client" if kept["labels"] is None else "class, marks tell the client that holds it"
+    labels = kept.get("labels")
+    try:
+        figure = figures.plane(kept["points"], labels, kept["clients"], kept["classes"])
+    except (TypeError, ValueError, IndexError):
+        raise FurlongError(
+            f"{folder.path / 'tsne.json'} does not hold what furlong wrote: move it away, or make "
+            "it again with --tsne."
+        ) from None
+    coloured = "client" if labels is None else "class, marks tell the client that holds it"
     whose = " (the first client's encoder)" if bound == "single" else ""
     yield Drawing(
         figure,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,24 @@ from furlong.errors import FurlongError
 from furlong.nets import build_encoder
 from furlong.payload import PayloadError, Weights, pack_tensors, unpack_tensors
 from furlong.weights import restore, snapshot
+
+NOTHING: Mapping[str, type] = {}
+RESULT = {"who": str, "protocol": str, "accuracy": float}
+SUMMARY = {
+    "who": str, "results": list, "clients": int, "images": int, "seconds": float,
+    "images_per_second": float, "bytes_up": float, "bytes_down": float, "furlong": str,
+    "weights_sha256": str,
+}  # fmt: skip
+
+
+def require(found: Any, needed: Mapping[str, type], where: object) -> None:
+    """An error if a piece of JSON lacks something; whole numbers are numbers too."""
+    if not isinstance(found, dict):
+        raise FurlongError(f"{where} does not hold what furlong wrote: it is damaged.")
+    for key, kind in needed.items():
+        if not isinstance(found.get(key), (int, float) if kind is float else kind):
+            wrong = "is not what it should be" if key in found else "is missing"
+            raise FurlongError(f"{where} does not hold what furlong wrote: {key} {wrong}.")
 
 
 @dataclass
@@ -91,11 +109,18 @@ class RunFolder:
         except OSError as error:
             raise FurlongError(f"cannot write {self.path / name}: {error.strerror}") from None
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """A JSON object, or ``None`` if the file is not there."""
-        found = self._json(name)
-        if found is not None and not isinstance(found, dict):
-            raise FurlongError(f"{self.path / name} does not hold what furlong wrote.")
+    def read(self, name: str, needed: Mapping[str, type] = NOTHING) -> dict[str, Any] | None:
+        """A JSON object with the ``needed`` entries, or ``None`` if the file is not there."""
+        found: dict[str, Any] | None = self._json(name)
+        if found is not None:
+            require(found, needed, self.path / name)
+        return found
+
+    def summary(self) -> dict[str, Any] | None:
+        """What a finished run wrote last, or ``None`` if it has not finished."""
+        found = self.read("summary.json", SUMMARY)
+        for row in [] if found is None else found["results"]:
+            require(row, RESULT, f"{self.path / 'summary.json'}, results")
         return found
 
     def _json(self, name: str) -> Any:

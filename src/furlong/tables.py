@@ -2,7 +2,8 @@
 
 Runs share a table if data, partition, clients, encoder, rounds, epochs and the way of measuring are
 the same. A row is a method with its bound (``fedu@single``) and, where runs of one method differ in
-other settings, those settings. The papers' numbers stand below the row that they correspond to.
+any other setting, those settings. The papers' numbers stand below the row that they correspond to.
+Fine-tuning by the clients has a table of its own: it does not compare with tuning in one place.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import statistics
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from furlong import papers
+from furlong.config import Config
 from furlong.errors import FurlongError, nearest
-from furlong.runfolder import RunFolder
+from furlong.evaluate import RECIPES
+from furlong.runfolder import RESULT, RunFolder, require
 from furlong.significance import FEWEST, LEVEL, Difference, holm, paired
 from furlong.words import duration, size
 
@@ -30,10 +35,16 @@ SETTING = {
     "train": ("rounds", "epochs", "fraction"),
     "evaluate": ("probe", "k", "temperature"),
 }
-OTHER = {  # may differ inside a table; then the row or a note says so
-    "data": ("augment", "public", "public_images"),
-    "model": ("early_norm",),
-    "train": ("batch_size",),
+FREE = {  # where and how a run is computed: nothing that its results depend on
+    "run": ("workers", "device", "out", "save_every", "state_memory_mb"),
+    "data": ("root", "public_root", "cache"),
+    "train": ("server_threads",),
+}
+TOLD = {  # by a row's name and its seeds; or only how closely a run was watched
+    "method": ("name",),
+    "run": ("seed", "bound", "engine"),
+    "data": ("strict",),
+    "evaluate": ("knn_every", "angles"),
 }
 PROTOCOLS = {
     "knn": "kNN",
@@ -45,6 +56,7 @@ PROTOCOLS = {
     "transfer": "transfer to",
 }
 Key = tuple[str, float]  # protocol and share of the labels
+Result = Mapping[str, Any]  # of summary.json and evaluations.json: who, protocol, accuracy, …
 
 
 @dataclass(frozen=True)
@@ -70,14 +82,19 @@ class Finished:
 
     def others(self) -> dict[str, Any]:
         """Settings by which rows of one table may differ: dotted name -> value."""
-        whole = {s: self.settings.get(s, {}) for s in ("method", "optimiser")}
-        picked: dict[str, Iterable[str]] = {**whole, **OTHER}
-        return {
-            f"{section}.{key}": self.settings.get(section, {}).get(key)
-            for section, keys in picked.items()
-            for key in keys
-            if (section, key) != ("method", "name")
-        }
+        found: dict[str, Any] = {}
+        for section, usual in {"method": {}, **_defaults()}.items():
+            values = {**usual, **self.settings.get(section, {})}
+            apart = (*SETTING.get(section, ()), *FREE.get(section, ()), *TOLD.get(section, ()))
+            found |= {f"{section}.{k}": v for k, v in values.items() if k not in apart}
+        return found
+
+
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    """The sections of a configuration: what a file leaves out is as here."""
+    whole = {name: part for name, part in asdict(Config()).items() if name != "method"}
+    return {name: json.loads(json.dumps(part)) for name, part in whole.items()}
 
 
 @dataclass(frozen=True)
@@ -150,6 +167,7 @@ class Group:
     rows: list[Row]
     baseline: str
     notes: list[str]
+    more: bool = False  # the group before it has the same runs
 
     @property
     def own(self) -> list[Row]:
@@ -227,34 +245,75 @@ def _order(path: Path) -> list[str]:
     try:
         kept = json.loads((path / GRID).read_text(encoding="utf-8"))
         return [str(name) for name in kept["cells"]]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FurlongError(f"cannot read {path / GRID}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # only the order of rows
 
 
 def read(path: Path) -> Finished | None:
     """A run, or ``None`` if it has not finished."""
     folder = RunFolder.open(path)
-    summary = folder.read("summary.json")
+    summary = folder.summary()
     if summary is None:
         return None
     try:
         settings = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        rows = [*summary["results"], *folder.evaluations()]
-        scores = {
-            (row["who"], row["protocol"], float(row.get("labels", 1.0))): float(row["accuracy"])
-            for row in rows
-            if row.get("accuracy") is not None
-        }
-        for section in ("method", *SETTING, "run"):
-            settings[section]
     except (OSError, ValueError) as error:
         raise FurlongError(f"cannot read the run {path}: {error}") from None
-    except (KeyError, TypeError) as error:
-        raise FurlongError(f"{path} does not hold what furlong wrote: no {error}.") from None
+    require(settings, dict.fromkeys(("method", *SETTING, "run"), dict), path / "config.toml")
+    require(settings["method"], {"name": str}, path / "config.toml")
+    scores = {}
+    for row in [*summary["results"], *folder.evaluations()]:
+        if row.get("accuracy") is not None:
+            require(row, RESULT, path / "evaluations.json")
+            key = (row["who"], measured_by(row, settings), float(row.get("labels", 1.0)))
+            scores[key] = float(row["accuracy"])
     about = folder.read("encoder.json") or {}
     return Finished(path, settings, summary, scores, str(about.get("encoder", "")))
+
+
+def measured_by(row: Result, settings: Mapping[str, Any]) -> str:
+    """The protocol of a result, named with what was set otherwise than in the run.
+
+    ``knn`` with ``--evaluate.k 1`` is ``knn:k=1``; other images are named too.
+    """
+    protocol, target, options, elsewhere = papers.parts(str(row["protocol"]))
+    given, usual = row.get("settings") or {}, _usual(protocol, settings)
+    other = {k: v for k, v in given.items() if k in usual and v != usual[k]}
+    if "recipe" in other:  # which says the rest
+        other = {k: v for k, v in other.items() if k in ("recipe", "seed")}
+    for key, value in given.items():  # what the row says was given anew: data.images = 10
+        nested = value if isinstance(value, Mapping) else {key: value} if "." in key else {}
+        other |= {k: v for k, v in nested.items() if not _said(k, usual)}
+    asked = {option.partition("=")[0] for option in options}
+    words = [f"{k}={word(v)}".replace(":", " ") for k, v in other.items() if k not in asked]
+    own = settings["data"].get("name")
+    if not elsewhere and protocol != "transfer" and row.get("data") not in (None, own):
+        elsewhere = str(row["data"])
+    whole = ":".join([protocol, *filter(None, [target]), *options, *words])
+    return f"{whole} on {elsewhere}" if elsewhere else whole
+
+
+def _usual(protocol: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a protocol takes from the run's settings, if nothing else is asked for."""
+    evaluate = settings.get("evaluate", {})
+    usual: dict[str, Any] = {"seed": settings["run"].get("seed", 0)}
+    if protocol == "knn":
+        usual |= {k: evaluate.get(k) for k in ("k", "temperature")}
+    elif protocol == "linear":
+        probe = evaluate.get("probe", "none")
+        usual["recipe"] = "default" if probe == "none" else probe
+        recipe = asdict(RECIPES[usual["recipe"]]) if usual["recipe"] in RECIPES else {}
+        usual |= {k: v for k, v in recipe.items() if k in ("epochs", "lr", "batch_size")}
+    elif protocol.startswith("federated"):
+        usual |= {k: settings["data"].get(k) for k in ("partition", "clients")}
+    return usual
+
+
+def _said(name: str, usual: Mapping[str, Any]) -> bool:
+    """Whether no result depends on a setting, or the protocol's name tells it anyway."""
+    section, _, key = name.partition(".")
+    told = key in usual or name in ("data.name", "evaluate.probe")
+    return told or key in FREE.get(section, ())
 
 
 # ---------------------------------------------------------------- grouping
@@ -267,7 +326,7 @@ def tables(
     apart: dict[str, list[Finished]] = {}
     for run in runs:
         apart.setdefault(json.dumps(_setting(run), sort_keys=True), []).append(run)
-    groups = [_group(same, baseline) for same in apart.values()]
+    groups = [group for same in apart.values() for group in _groups(same, baseline)]
     rows = [row for group in groups for row in group.own]
     labels = {name for row in rows for name in (row.label, row.runs[0].name)}
     if baseline is not None and baseline not in labels:
@@ -287,19 +346,23 @@ def _setting(run: Finished) -> dict[str, Any]:
     }
 
 
-def _group(runs: list[Finished], baseline: str | None) -> Group:
-    setting, notes = _setting(runs[0]), []
-    rows: dict[str, Row] = {}
+def _groups(runs: list[Finished], baseline: str | None) -> Iterator[Group]:
+    """The table of a setting, and one of what the clients tuned themselves."""
+    columns = _columns(runs)
+    tuned = [column for column in columns if kind_of(column[0]) == "federated"]
+    others = [column for column in columns if column not in tuned]
     labels = _labels(runs)
-    for run in runs:
-        row = rows.setdefault(labels[run.path], Row(labels[run.path], [], {}))
-        if run.seed in row.seeds:
-            notes.append(
-                f"{run.path} repeats seed {run.seed} of {row.label} and is left out: its settings "
-                "are those of another run."
-            )
-            continue
-        row.runs.append(run)
+    if others or not tuned:
+        yield _group(runs, labels, others, baseline)
+    if tuned:
+        some = [r for r in runs if any(key[1:] in tuned for key in r.scores)]
+        group = _group(some, labels, tuned, baseline)
+        group.title += " · fine-tuned by the clients, whose labels stay with them"
+        group.more = bool(others)
+        yield group
+
+
+def _columns(runs: Sequence[Finished]) -> list[Key]:
     columns = list(
         dict.fromkeys(
             (protocol, share)
@@ -309,7 +372,31 @@ def _group(runs: list[Finished], baseline: str | None) -> Group:
         )
     )
     order = list(PROTOCOLS)
-    columns.sort(key=lambda c: order.index(c[0]) if c[0] in PROTOCOLS else len(order))
+    known = {c: kind_of(c[0]) for c in columns}
+    return sorted(columns, key=lambda c: order.index(known[c]) if known[c] in order else len(order))
+
+
+def kind_of(protocol: str) -> str:
+    """``semi`` of ``semi-10:epochs=5``."""
+    word = papers.parts(protocol)[0]
+    return word if word in PROTOCOLS else word.partition("-")[0]
+
+
+def _group(
+    runs: list[Finished], labels: Mapping[Path, str], columns: list[Key], baseline: str | None
+) -> Group:
+    setting, notes = _setting(runs[0]), []
+    rows: dict[str, Row] = {}
+    for run in runs:
+        row = rows.setdefault(labels[run.path], Row(labels[run.path], [], {}))
+        same = next((other for other in row.runs if other.seed == run.seed), None)
+        if same is None:
+            row.runs.append(run)
+        else:  # rows of one name have the same settings
+            notes.append(
+                f"{run.path} repeats seed {run.seed} of {row.label} and is left out: it has the "
+                f"settings of {same.path}."
+            )
     for row in rows.values():
         row.cells = _spreads(row.runs, columns, None)
         row.printed = _beside(row.runs[0].settings, columns)
@@ -329,19 +416,25 @@ def _labels(runs: Sequence[Finished]) -> dict[Path, str]:
     found: dict[Path, str] = {}
     for name in dict.fromkeys(run.name for run in runs):
         same = [run for run in runs if run.name == name]
-        fields = [
-            key
-            for key in same[0].others()
-            if len({repr(run.others().get(key)) for run in same}) > 1
-        ]
+        fields = differing(same)
         for run in same:
             own = run.others()
-            words = [f"{key.removeprefix('method.')}={_word(own.get(key))}" for key in fields]
+            words = [f"{key.removeprefix('method.')}={word(own.get(key))}" for key in fields]
             found[run.path] = ", ".join([name, *words])
     return found
 
 
-def _word(value: Any) -> str:
+def differing(runs: Sequence[Finished]) -> list[str]:
+    """The settings in which runs of one table differ."""
+    every = [run.others() for run in runs]
+    names = dict.fromkeys(key for own in every for key in own)
+    return [key for key in names if len({repr(own.get(key)) for own in every}) > 1]
+
+
+def word(value: Any) -> str:
+    """A setting's value."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(word, value))
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
@@ -369,7 +462,12 @@ def _random(runs: Sequence[Finished], columns: Sequence[Key]) -> Iterator[Row]:
         cells = _spreads(same, columns, "random")
         label = f"random ({architecture})" if len(apart) > 1 else "random encoder"
         if cells:
-            untrained = {**same[0].settings, "method": {"name": "random"}}
+            settings = same[0].settings
+            untrained = {
+                **settings,
+                "method": {"name": "random"},
+                "run": {**settings["run"], "bound": "none"},
+            }
             printed = _beside(untrained, columns)
             yield Row(label, list(same), cells, printed=printed, reference=True)
 
@@ -388,21 +486,20 @@ def _beside(settings: Mapping[str, Any], columns: Sequence[Key]) -> list[Beside]
 
 def _remarks(rows: Iterable[papers.Printed], settings: Mapping[str, Any]) -> Iterator[str]:
     for row in rows:
-        yield from filter(None, (papers.shortfall(row, settings), row.note))
+        yield from filter(None, (papers.budget(row, settings), row.note))
 
 
 def _unequal(rows: Sequence[Row]) -> Iterator[str]:
     """Settings outside of the method by which rows differ."""
-    seen: dict[str, dict[str, list[str]]] = {}
-    for row in rows:
-        for key, value in row.runs[0].others().items():
-            if not key.startswith("method."):
-                seen.setdefault(key, {}).setdefault(_word(value), []).append(row.label)
-    for key, values in seen.items():
-        if len(values) > 1:
-            *few, (common, _) = sorted(values.items(), key=lambda item: len(item[1]))
-            words = [f"{value} ({', '.join(labels)})" for value, labels in few]
-            yield f"Not the same in all rows: {key} is {'; '.join(words)}; {common} (the others)."
+    for key in differing([row.runs[0] for row in rows]):
+        if key.startswith("method."):
+            continue
+        values: dict[str, list[str]] = {}
+        for row in rows:
+            values.setdefault(word(row.runs[0].others().get(key)), []).append(row.label)
+        *few, (common, _) = sorted(values.items(), key=lambda item: len(item[1]))
+        words = [f"{value} ({', '.join(labels)})" for value, labels in few]
+        yield f"Not the same in all rows: {key} is {'; '.join(words)}; {common} (the others)."
     versions = sorted({str(run.summary.get("furlong")) for row in rows for run in row.runs})
     if len(versions) > 1:
         yield f"The runs were made by several versions of furlong: {', '.join(versions)}."
@@ -442,11 +539,21 @@ def _test(group: Group, baseline: Row) -> None:
 def column_title(column: Key) -> str:
     """A protocol as a heading."""
     name, share = column
-    word, *more = name.split(":")
-    kind, dash, _ = word.partition("-")
-    title = PROTOCOLS.get(kind if dash and share < 1 else word, word)
-    title += "".join(f" {part}" if "=" not in part else f", {part}" for part in more)
+    word, target, options, elsewhere = papers.parts(name)
+    title = PROTOCOLS.get(kind_of(name), word)
+    title += f" {target}" if target else ""
+    title += f" on {elsewhere}" if elsewhere else ""
+    title += "".join(f", {option}" for option in options)
     return title if share == 1 else f"{title}, {100 * share:g} % of the labels"
+
+
+def by_encoder(rows: Iterable[Result]) -> tuple[list[Key], dict[str, dict[Key, Result]]]:
+    """Results as a table: the columns, and whose encoder -> column -> result."""
+    table: dict[str, dict[Key, Result]] = {}
+    for row in rows:
+        key = (str(row["protocol"]), float(row.get("labels", 1.0)))
+        table.setdefault(str(row["who"]), {})[key] = row
+    return list(dict.fromkeys(key for cells in table.values() for key in cells)), table
 
 
 def points(accuracy: float, std: float | None = None) -> str:
@@ -552,17 +659,24 @@ def markdown(groups: Sequence[Group]) -> str:
     lines: list[str] = []
     for group in groups:
         heading, rows = cells(group)
-        lines += [f"**{group.title}**", "", _line(heading), "|---|" + "---:|" * (len(heading) - 1)]
+        lines += [f"**{_escaped(group.title)}**", "", _line(heading)]
+        lines.append("|---|" + "---:|" * (len(heading) - 1))
         for kind, row in rows:
-            name = f"*{row[0].strip()}*" if kind == "paper" else row[0]
-            lines.append(_line([name, *row[1:]]))
+            mark = "*" if kind == "paper" else ""
+            lines.append(_line(row, mark))
         notes = [*group.notes_below(), *verdicts(group)]
-        lines += ["", *(f"- {text}" for text in notes), ""]
+        lines += ["", *(f"- {_escaped(text)}" for text in notes), ""]
     return "\n".join(lines)
 
 
-def _line(words: Sequence[str]) -> str:
-    return "| " + " | ".join(word.replace("|", "\\|") for word in words) + " |"
+def _line(words: Sequence[str], mark: str = "") -> str:
+    first, *others = (_escaped(word.strip()) for word in words)
+    return "| " + " | ".join([f"{mark}{first}{mark}", *others]) + " |"
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is: a name is neither a cell's end nor a tag."""
+    return re.sub(r"[\\`*|\[\]<>]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
 
 
 def comma_separated(groups: Sequence[Group]) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import furlong
-from furlong.tables import PROTOCOLS
+from furlong.tables import by_encoder, column_title, points
 
 app = App(
     name="furlong",
@@ -25,20 +25,12 @@ dotted: dict[str, Any] = {}  # --section.key options of this call, taken out bef
 
 def results_table(rows: list[dict[str, Any]]) -> Table:
     """Who against protocol, in percent."""
-    protocols = list(dict.fromkeys(row["protocol"] for row in rows))
-    table = Table("encoder", *[f"{PROTOCOLS.get(p, p)} %" for p in protocols])
+    columns, encoders = by_encoder(rows)
+    table = Table("encoder", *[f"{column_title(column)} %" for column in columns])
     for column in table.columns[1:]:
         column.justify = "right"
-    for name in dict.fromkeys(row["who"] for row in rows):
-        cells = {row["protocol"]: row for row in rows if row["who"] == name}
-        table.add_row(
-            name,
-            *[
-                f"{100 * cells[p]['accuracy']:.1f}"
-                + (f" ± {100 * cells[p]['std']:.1f}" if "std" in cells[p] else "")
-                if p in cells
-                else "–"
-                for p in protocols
-            ],
-        )
+    for name, cells in encoders.items():
+        found = [cells.get(column) for column in columns]
+        words = [points(row["accuracy"], row.get("std")) if row else "–" for row in found]
+        table.add_row(name, *words)
     return table

@@ -86,6 +86,7 @@ def compare(
     labels = {cell.row for cell in cells}
     if baseline is not None and baseline not in labels:
         raise FurlongError(f"--baseline {baseline} is not one of {', '.join(sorted(labels))}.")
+    grids.try_data(cells)
     grids.keep(out, _command(config_files, out, names, seeds, baseline, options), cells)
     heard: set[str] = set()
 
@@ -175,6 +176,7 @@ def _groups(folders: list[Path], baseline: str | None) -> list[tables.Group]:
 def _print_tables(folders: list[Path], baseline: str | None) -> None:
     for group in _groups(folders, baseline):
         heading, rows = tables.cells(group)
+        heading, names = _numbered(heading, rows)
         shown = Table(*heading, title=group.title, title_justify="left")
         for number, column in enumerate(shown.columns):
             column.justify = "right" if number else "left"
@@ -186,9 +188,22 @@ def _print_tables(folders: list[Path], baseline: str | None) -> None:
             shown.add_row(*row, style=style)
         # what does not fit is for the terminal to break: half a number would be a wrong one
         console.print(shown, markup=False, width=max(console.width, least), crop=False)
-        for text in [*group.notes_below(), *tables.verdicts(group)]:
+        for text in [*names, *group.notes_below(), *tables.verdicts(group)]:
             console.print(text, markup=False)
         console.print()
+
+
+def _numbered(heading: list[str], rows: list[tuple[str, list[str]]]) -> tuple[list[str], list[str]]:
+    """Numbers instead of many long headings that do not fit, and what they stand for."""
+    first, last = 2, len(heading) - 2  # the protocols
+    cells = [max(len(row[i]) for _, row in rows) for i in range(len(heading))]
+    whole = sum(3 + max(pair) for pair in zip(map(len, heading), cells, strict=True))
+    if last - first <= 3 or whole < console.width:
+        return heading, []
+    numbers = [f"({number + 1})" for number in range(last - first)]
+    titles = [title.removesuffix(" %") for title in heading[first:last]]
+    names = [f"{n} {title}" for n, title in zip(numbers, titles, strict=True)]
+    return [*heading[:first], *numbers, *heading[last:]], names
 
 
 @app.command
