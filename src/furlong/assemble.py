@@ -168,16 +168,32 @@ def absolute(name: str) -> str:
 def split_data(settings: Config, train: ImageSet, seed: int | None = None) -> Partition:
     """Who gets which images; ``seed`` is the run's if it is not given."""
     d = settings.data
-    by_itself = d.partition.startswith(("natural", "fcl_"))  # the rule knows the number of clients
     return partition(
         d.partition,
         train.labels,
-        5 if d.clients is None and not by_itself else d.clients,
+        client_count(settings),
         n=len(train),
         n_classes=train.n_classes or None,
         seed=settings.run.seed if seed is None else seed,
         groups=train.groups,
     )
+
+
+def client_count(settings: Config) -> int | None:
+    """As given, else five; ``None`` if the partition's rule or the images decide."""
+    d = settings.data
+    by_itself = d.partition.startswith(("natural", "fcl_"))
+    return 5 if d.clients is None and not by_itself else d.clients
+
+
+def augmentation(settings: Config, method: Method[Any, Any, Any, Any]) -> str:
+    """The preset of views: as given, else the method's usual one."""
+    name = settings.data.augment
+    if name == "auto":
+        name = method.usual_augment
+        if settings.data.name == "shapes" and name not in ("flip", "flip_crop", "none"):
+            name = "shapes"  # instead of any that changes colours
+    return name
 
 
 def pick_device(name: str) -> torch.device:
@@ -300,11 +316,7 @@ def prepare(settings: Config, *, training: bool = True, trained: Config | None =
         )
     device = pick_device(settings.run.device)
     architecture = _architecture(settings, method)
-    name = settings.data.augment
-    if name == "auto":
-        name = method.usual_augment
-        if settings.data.name == "shapes" and name not in ("flip", "flip_crop", "none"):
-            name = "shapes"  # instead of any that changes colours
+    name = augmentation(settings, method)
     with torch.random.fork_rng(devices=[]):
         encoder = build_encoder(architecture, train.channels, height)
         _try_encoder(encoder, architecture, train.channels, height)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong import config, experiment, report
-from furlong.assemble import absolute, load_data, split_data
+from furlong.assemble import absolute, augmentation, client_count, load_data, split_data
 from furlong.checkpoint import write_atomically
 from furlong.config import Config
 from furlong.errors import FurlongError, nearest
@@ -180,19 +180,15 @@ def _resolved(settings: Config, there: Mapping[str, Any]) -> Config:
 
     How many clients a natural partition has only the images tell; data and rule are compared.
     """
-    data, usual = settings.data, settings.make_method().usual_augment
-    if data.name == "shapes" and usual not in ("flip", "flip_crop", "none"):
-        usual = "shapes"
-    by_itself = data.partition.startswith(("natural", "fcl_"))
-    number = there.get("data", {}).get("clients") if by_itself else 5
+    data, number = settings.data, client_count(settings)
     return replace(
         settings,
         data=replace(
             data,
             name=absolute(data.name),
             public=data.public and absolute(data.public),
-            augment=usual if data.augment == "auto" else data.augment,
-            clients=number if data.clients is None else data.clients,
+            augment=augmentation(settings, settings.make_method()),
+            clients=there.get("data", {}).get("clients") if number is None else number,
         ),
     )
 
