@@ -270,12 +270,13 @@ def _loading(to: str, name: str, about: dict[str, str], weights: Weights, pixels
             "features = encoder(encoder.transform(pixels))  # uint8 B×C×H×W to float32 B×d"
         )
     if to == "onnx":
-        fed = "pixels" if pixels else "normalised"
-        note = "uint8 B×C×S×S" if pixels else f"float32 B×C×S×S: {_normalising(about)}"
+        made = "" if pixels else f"images = ({_normalising(about)}).astype(numpy.float32)\n"
+        fed = "pixels" if pixels else "images"
         return (
-            "import onnxruntime\n"
+            f"import {'' if pixels else 'numpy, '}onnxruntime\n"
             f"session = onnxruntime.InferenceSession({file})\n"
-            f'features = session.run(["features"], {{"images": {fed}}})[0]  # {note}'
+            f"{made}"
+            f'features = session.run(["features"], {{"images": {fed}}})[0]  # pixels: uint8 B×C×S×S'
         )
     stem = weights["conv1.weight"]
     changed = ""
@@ -296,8 +297,9 @@ def _loading(to: str, name: str, about: dict[str, str], weights: Weights, pixels
 
 
 def _normalising(about: dict[str, str]) -> str:
-    """How pixels become what the encoder takes, in words."""
+    """How pixels B×C×S×S become what the encoder takes, in NumPy."""
     mean, std = json.loads(about["mean"]), json.loads(about["std"])
     if not any(mean) and set(std) == {1.0}:
         return "pixels / 255"
-    return f"(pixels / 255 - mean) / std by channel, mean {mean}, std {std}"
+    columns = [f"numpy.array({v}).reshape(-1, 1, 1)" for v in (mean, std)]
+    return f"(pixels / 255 - {columns[0]}) / {columns[1]}"

@@ -321,6 +321,13 @@ def _curves(lines: list[Line], results: list[Line], bound: str) -> Iterator[Draw
         last = f" Last: {percent(score[-1][1])}."
         caption = f"kNN accuracy during training{whose}, on a sample of the images.{dashed}{last}"
         yield Drawing(figure, caption, "knn")
+    if rank := _points(lines, "effective_rank"):
+        yield Drawing(
+            figures.curves({"rank": rank}, "effective rank"),
+            "How many directions the representations use, measured without labels. Near 1 they "
+            f"have collapsed: all images look the same to the encoder. Last: {rank[-1][1]:.1f}.",
+            "effective_rank",
+        )
     if boxes := {line["round"] + 1: line["angles"] for line in lines if line.get("angles")}:
         figure = figures.boxes(boxes, "angle in degrees")
         first, *_, last = [*boxes.values(), *boxes.values()]

@@ -403,7 +403,8 @@ def _commands(found: dict[str, Any], group_by: str | None) -> list[str]:
             ("batch_size", "batch-size"),
         )
     )
+    size = f"--data.image-size {found['suggested']['image_size']['value']}"
     return [
-        f"furlong partition {data}",
+        f"furlong partition {data} {size}",
         f"furlong run --method fedu {data} {options} --out runs/mine",
     ]
