@@ -537,3 +537,9 @@ def test_printed_rows_stand_below_ours(tmp_path: Path) -> None:
     assert rows[2][1][0].strip() == "printed in FedU, Table 1"
     assert "our run had 3 instead of 100 rounds" in " ".join(tables.paper_notes(group))
     assert "printed in FedU, Table 1" in tables.comma_separated([group])
+
+
+def test_a_number_of_fewer_seeds_says_so() -> None:
+    assert tables._cell(None, 3) == "–"
+    assert tables._cell(tables.Spread({0: 0.5, 1: 0.6}), 2) == "55.0 ± 7.1"
+    assert tables._cell(tables.Spread({1: 0.6}), 3) == "60.0 (n = 1)"

@@ -632,7 +632,7 @@ def cells(group: Group) -> tuple[list[str], list[tuple[str, list[str]]]]:
                 [
                     row.label,
                     str(len(row.seeds)),
-                    *("–" if s is None else points(s.mean, s.std) for s in found),
+                    *(_cell(s, len(row.seeds)) for s in found),
                     "–" if row.sent is None else size(sum(row.sent)),
                     "–" if row.seconds is None else duration(row.seconds),
                 ],
@@ -643,6 +643,14 @@ def cells(group: Group) -> tuple[list[str], list[tuple[str, list[str]]]]:
             said = ["" if p is None else points(p.accuracy, p.std) for p in given]
             rows.append(("paper", [f"  printed in {paper.source}", "", *said, "", ""]))
     return heading, rows
+
+
+def _cell(spread: Spread | None, seeds: int) -> str:
+    """A number; with its own n if it was not measured for all seeds of the row."""
+    if spread is None:
+        return "–"
+    n = len(spread.values)
+    return points(spread.mean, spread.std) + (f" (n = {n})" if n < seeds else "")
 
 
 def paper_notes(group: Group) -> list[str]:
