@@ -14,7 +14,6 @@ from furlong.payload import parts, traffic
 from furlong.words import size
 
 _FIELD = re.compile(r"((?:^    # .+\n)*)^    (\w+): [^#\n]*(?:# (.+))?$", re.MULTILINE)
-Flow = dict[str, dict[str, Any]]  # exchange -> {"down": payload, "up": payload}
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,6 @@ def _meanings(cls: type) -> dict[str, str]:
     return found
 
 
-def sent(name: str, encoder: str) -> Flow:
-    """What one of five clients with 1,000 images of 32 pixels gets and sends, by exchange."""
-    return flows(name, encoder)
-
-
 def grouped(value: Any) -> dict[tuple[str, str], tuple[int, int]]:
     """(field, kind) -> (elements, bytes) of a payload."""
     groups: dict[tuple[str, str], tuple[int, int]] = {}
@@ -124,7 +118,7 @@ def page() -> str:
     for e in entries:
         amounts = ", ".join(
             (f"{kind}: " if len(flow) > 1 else "") + size(traffic(ways["up"]).total)
-            for flow in (sent(e.name, "resnet18"),)
+            for flow in (flows(e.name, "resnet18"),)
             for kind, ways in flow.items()
         )
         link = f"[`{e.name}`](#{e.name})"

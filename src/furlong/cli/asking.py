@@ -167,7 +167,7 @@ def _one_method(name: str, encoder: str, as_json: bool) -> None:
     e = catalogue.entry(name, encoder)
     sent = {
         kind: {way: catalogue.grouped(value) for way, value in flow.items()}
-        for kind, flow in catalogue.sent(name, encoder).items()
+        for kind, flow in assemble.flows(name, encoder).items()
     }
     if as_json:
         amounts = {
