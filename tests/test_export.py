@@ -51,7 +51,7 @@ def other(run: Path, tmp_path: Path) -> Any:
                 part.running_var.uniform_(0.8, 1.2)
         before = json.loads((folder / "encoder.json").read_text())
         changed = {"encoder": name, "width": encoder.out_dim, **about}
-        RunFolder(folder).save_encoder(encoder, before | changed)
+        RunFolder(folder).save_encoder(snapshot(encoder), before | changed)
         return folder
 
     return make

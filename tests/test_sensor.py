@@ -17,6 +17,7 @@ from furlong.nets import build_encoder
 from furlong.peernorm import PeerNorm, peers
 from furlong.runfolder import RunFolder, load_encoder
 from furlong.sensor import SENSORS, Modular, Sensor, Trunk, modular, trunk
+from furlong.weights import snapshot
 
 PARAMS = json.loads((Path(__file__).parent / "golden.json").read_text())["params"]
 
@@ -224,6 +225,6 @@ def test_a_module_called_like_a_sensor_is_the_users() -> None:
 def test_a_run_folder_gives_the_encoder_back(name: str, tmp_path: Path) -> None:
     about = {"encoder": name, "channels": 1, "image_size": 32, "augment": "none"}
     encoder = build_encoder(name, 1, 32).eval()
-    RunFolder.create(tmp_path / "run").save_encoder(encoder, about)
+    RunFolder.create(tmp_path / "run").save_encoder(snapshot(encoder), about)
     x = torch.rand(3, 1, 32, 32)
     assert torch.equal(load_encoder(tmp_path / "run")(x), encoder(x))

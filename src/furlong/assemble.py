@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from furlong.weights import recalibrate
 
 HOLDOUT = 0.1  # of a labelled set that has no test split
 NO_SPLIT = "no test split"
+SITES = "sites"  # the data's name when every node brings its own images
 
 
 @dataclass
@@ -62,6 +63,17 @@ class Prepared:
         run = self.config.run
         store = BlobStore(run.state_memory_mb << 20, Path(run.out) if run.out else None)
         return InProcess(self.method, self.federation, self.setup, self.workers, store)
+
+    def join(self, client: int, images: int) -> bool:
+        """Let another client in, from the next exchange on, unless it would change the plan."""
+        grown = replace(self.setup, sizes={**self.setup.sizes, client: images})
+        if list(self.method.plan(grown)) != list(self.method.plan(self.setup)):
+            return False
+        self.setup.sizes[client] = images  # the guard's sizes too: they are the same dict
+        self.federation.rows[client] = torch.arange(images)
+        indices = (*self.split.indices, self.federation.rows[client])
+        self.split = replace(self.split, indices=indices, n=self.split.n + images)
+        return True
 
     def encoders(self, state: Any) -> dict[str, nn.Module]:
         """Whose encoder -> encoder, ready for evaluation."""
@@ -272,39 +284,93 @@ def _ruled(
     return Ruled(method, settings.server)
 
 
-def prepare(settings: Config, *, training: bool = True, trained: Config | None = None) -> Prepared:
-    """Read the data, split it, build the method; without public images if nothing is trained.
+def _setup(
+    settings: Config, method: Method[Any, Any, Any, Any], federation: Federation
+) -> Setup:
+    """What every party knows, alike at the server and at a client."""
+    images, train = federation.images, settings.train
+    height = images.size[0]
+    architecture = _architecture(settings, method)
+    with torch.random.fork_rng(devices=[]):
+        encoder = build_encoder(architecture, images.channels, height)
+        _try_encoder(encoder, architecture, images.channels, height)
+    return Setup(
+        encoder=architecture,
+        width=out_dim(encoder, images.channels, height),
+        channels=images.channels,
+        image_size=height,
+        augment=preset(augmentation(settings, method), height),
+        rounds=train.rounds,
+        epochs=train.epochs,
+        batch_size=train.batch_size,
+        optimiser=settings.optimiser,
+        sizes=federation.sizes,
+        classes=images.n_classes if method.needs_labels else 0,
+        seed=settings.run.seed,
+        device=pick_device(settings.run.device),
+        server_threads=train.server_threads,
+    )
 
-    ``trained``: of the run whose images and clients these are, see :func:`load_data`.
-    """
-    train, test, notes = load_data(settings, trained)
+
+def _parties(
+    settings: Config, train: ImageSet, split: Partition
+) -> tuple[Method[Any, Any, Any, Any], Federation]:
+    """The method, as bounds and server rules wrap it, and who holds which images."""
     height, width = train.size
     if height != width:
         raise FurlongError(
             f"the images are {width}×{height}; encoders take squares. Give --data.image-size."
         )
-    split = split_data(settings, train, None if trained is None else trained.run.seed)
-    federation = Federation.of(train, split)
-    method = settings.make_method()
+    federation, method = Federation.of(train, split), settings.make_method()
+    if method.needs_labels and train.labels is None:
+        raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
     if settings.run.bound == "pooled":
-        federation = federation.pooled()
-    elif settings.run.bound == "single":
-        method = Alone(method)
-    if settings.run.bound == "none":
-        method = _ruled(method, settings, len(federation.clients))
-    elif settings.server.rule != "mean":
+        return method, federation.pooled()
+    if settings.run.bound == "single":
+        return Alone(method), federation
+    return _ruled(method, settings, len(federation.clients)), federation
+
+
+def prepare(
+    settings: Config,
+    *,
+    training: bool = True,
+    trained: Config | None = None,
+    members: Members | None = None,
+) -> Prepared:
+    """Read the data, split it, build the method; without public images if nothing is trained.
+
+    ``trained``: of the run whose images and clients these are, see :func:`load_data`.
+    ``members``: of a run whose nodes bring their own images (``data = sites``).
+    """
+    if members is None:
+        if settings.data.name == SITES:
+            raise FurlongError(
+                "data.name is 'sites': the images are on the nodes of a real federation. Give "
+                "--engine flower --superlink HOST:PORT, or another --data."
+            )
+        train, test, notes = load_data(settings, trained)
+        split = split_data(settings, train, None if trained is None else trained.run.seed)
+    else:
+        train, split = members.images(settings), members.split()
+        test, notes = None, ["the images stay on the nodes: no accuracy will be measured"]
+    method, federation = _parties(settings, train, split)
+    if settings.run.bound != "none" and settings.server.rule != "mean":
         notes.append(
             f"server.rule = {settings.server.rule} plays no part: with bound = "
             f"{settings.run.bound} there is nothing to merge"
         )
-    if method.needs_labels and train.labels is None:
-        raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
     if method.caution and training:
         notes.append(f"known criticism of {settings.method['name']}: {method.caution}")
     if method.bn_stats == "local":
         notes.append(
             "bn_stats = local: BatchNorm statistics stay on the clients, so the evaluated and "
             "saved encoder has the initial ones (mean 0, variance 1)"
+        )
+    if method.bn_stats == "recalibrate" and not len(train):
+        raise FurlongError(
+            "method.bn_stats = recalibrate needs images at the server, and with data = sites "
+            "there are none. Use average or local."
         )
     public = None
     if settings.data.public and training:
@@ -314,42 +380,91 @@ def prepare(settings: Config, *, training: bool = True, trained: Config | None =
             f"method {settings.method['name']} needs public images: give --public NAME: "
             "stl10, folder:PATH, or shapes (drawn, needs no files)."
         )
-    device = pick_device(settings.run.device)
-    architecture = _architecture(settings, method)
-    name = augmentation(settings, method)
-    with torch.random.fork_rng(devices=[]):
-        encoder = build_encoder(architecture, train.channels, height)
-        _try_encoder(encoder, architecture, train.channels, height)
-    setup = Setup(
-        encoder=architecture,
-        width=out_dim(encoder, train.channels, height),
-        channels=train.channels,
-        image_size=height,
-        augment=preset(name, height),
-        rounds=settings.train.rounds,
-        epochs=settings.train.epochs,
-        batch_size=settings.train.batch_size,
-        optimiser=settings.optimiser,
-        sizes=federation.sizes,
-        classes=train.n_classes if method.needs_labels else 0,
-        seed=settings.run.seed,
-        device=device,
-        server_threads=settings.train.server_threads,
-    )
+    setup = _setup(settings, method, federation)
     settings = replace(
         settings,
         data=replace(
             settings.data,
             name=absolute(settings.data.name),
             public=settings.data.public and absolute(settings.data.public),
-            augment=name,
+            augment=augmentation(settings, method),
             clients=len(split.indices),
         ),
     )
-    guard = Guard(sizes=federation.sizes)
+    guard = Guard(sizes=setup.sizes)
     folder = Path(settings.run.out) / "server" if settings.run.out else None
     server = Server(method, setup, public, settings.train.fraction, guard, folder=folder)
     return Prepared(settings, method, train, test, split, federation, server, notes)
+
+
+# ---------------------------------------------------------------- parties on other machines
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part in a run whose nodes bring their own images."""
+
+    sizes: dict[int, int]  # images per client
+    channels: int
+
+    def images(self, settings: Config) -> ImageSet:
+        """What the server holds of them: nothing, in their shape."""
+        size = own_size(settings)
+        return ImageSet(torch.empty(0, self.channels, size, size, dtype=torch.uint8), name=SITES)
+
+    def split(self) -> Partition:
+        """Every client's images, numbered by the client."""
+        parts = tuple(torch.arange(self.sizes[client]) for client in sorted(self.sizes))
+        return Partition(parts, SITES, sum(self.sizes.values()))
+
+
+def own_size(settings: Config) -> int:
+    """The side of the square that all nodes bring their images to."""
+    if settings.data.image_size is None:
+        raise FurlongError(
+            "data.image_size must be given with data = sites: all nodes bring their images to it."
+        )
+    return settings.data.image_size
+
+
+def told(settings: Config) -> dict[str, Any]:
+    """What nodes are told of a configuration: no path, no address, nothing of evaluation."""
+    tree = asdict(settings)
+    shared = ("images", "image_size", "partition", "clients", "group_by", "strict", "name")
+    if settings.data.name == SITES:
+        shared = ("image_size", "name")
+    augment = augmentation(settings, settings.make_method())
+    return {
+        **{section: tree[section] for section in ("method", "model", "train", "optimiser")},
+        "server": tree["server"],
+        "data": {"augment": augment, **{key: tree["data"][key] for key in shared}},
+        "run": {"seed": settings.run.seed, "bound": settings.run.bound},
+    }
+
+
+@dataclass(frozen=True)
+class Participant:
+    """A run as one of its clients knows it."""
+
+    method: Method[Any, Any, Any, Any]
+    federation: Federation
+    setup: Setup
+    mark: str  # a digest of images and split, to be compared with the server's
+
+
+def participate(settings: Config, own: ImageSet | None, sizes: dict[int, int]) -> Participant:
+    """A client's view: of ``own`` images, or of the part that the run's partition gives it.
+
+    ``sizes``: of all clients, if they bring their own images.
+    """
+    if own is None:
+        train = load_data(settings)[0]
+        split = split_data(settings, train)
+    else:
+        train, split = own, Members(sizes, own.channels).split()
+    method, federation = _parties(settings, train, split)
+    setup = _setup(settings, method, federation)
+    return Participant(method, federation, setup, fingerprint(train, split))
 
 
 def fingerprint(train: ImageSet, split: Partition) -> str:

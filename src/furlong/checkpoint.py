@@ -80,6 +80,13 @@ def save(
     return final
 
 
+def oldest(run: Path) -> int:
+    """The number of exchanges done in the oldest checkpoint that is kept: none can be before it."""
+    folder = run / _FOLDER
+    found = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    return min(found) if len(found) >= KEEP else 0
+
+
 def load(run: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole, or ``None`` if there is none at all."""
     folder = run / _FOLDER

@@ -81,11 +81,24 @@ class RunSettings:
     seed: int = 0
     workers: int = 0  # 0: one per core on CPU
     device: str = "auto"
-    engine: Literal["inprocess"] = "inprocess"
+    engine: Literal["inprocess", "flower"] = "inprocess"
     out: str | None = None
     bound: Bound = "none"  # single: every client alone; pooled: all data in one place
     save_every: int = 1  # rounds between checkpoints
     state_memory_mb: int = 4096  # client states beyond this go to disk
+
+
+@dataclass(frozen=True)
+class FlowerSettings:
+    """Of run.engine = "flower". Only ``encoding`` changes a bit of the weights."""
+
+    superlink: str | None = None  # HOST:PORT of a SuperLink; none: a simulation on Ray
+    certs: str | None = None  # the folder "server" that 'furlong certs' made
+    insecure: bool = False  # without TLS, on this machine only
+    wait: float = 600.0  # seconds for nodes to connect
+    encoding: Literal["exact", "float16", "int8"] = "exact"  # of what travels
+    slice_mb: int = 64  # larger payloads travel in several messages
+    cpus: float = 1.0  # simulation: cores per client
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,7 @@ class Config:
     server: ServerSettings = field(default_factory=ServerSettings)
     evaluate: EvaluateSettings = EvaluateSettings()
     run: RunSettings = RunSettings()
+    flower: FlowerSettings = FlowerSettings()
 
     def make_method(self) -> Method[Any, Any, Any, Any]:
         """The method with its fields."""
@@ -109,7 +123,7 @@ class Config:
 
     def toml(self) -> str:
         """The file that gives this configuration again."""
-        return tomli_w.dumps(_without_none(asdict(self)))
+        return tomli_w.dumps(without_none(asdict(self)))
 
 
 SMALL_HEADS = {
@@ -132,6 +146,8 @@ SHORT = {
     "workers": "run.workers",
     "device": "run.device",
     "engine": "run.engine",
+    "superlink": "flower.superlink",
+    "certs": "flower.certs",
     "bound": "run.bound",
     "strict": "data.strict",
     "out": "run.out",
@@ -311,6 +327,7 @@ def _check(config: Config) -> None:
         ("run.workers", run.workers, 0),
         ("run.save_every", run.save_every, 1),
         ("run.state_memory_mb", run.state_memory_mb, 0),
+        ("flower.slice_mb", config.flower.slice_mb, 1),
         ("evaluate.k", config.evaluate.k, 1),
         ("evaluate.knn_every", config.evaluate.knn_every, 0),
         ("evaluate.angles", config.evaluate.angles, 0),
@@ -340,9 +357,10 @@ def _check(config: Config) -> None:
         raise FurlongError(f"evaluate.probe is {probe!r}. {nearest(probe, recipes)}")
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """Tables without empty entries, as TOML has them."""
     if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
+        return {k: without_none(v) for k, v in value.items() if v is not None}
     return list(value) if isinstance(value, tuple) else value
 
 

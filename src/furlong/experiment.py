@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,17 @@ from furlong.assemble import Prepared, describe_partition, prepare, who
 from furlong.config import Config
 from furlong.context import Exchange
 from furlong.engines.inprocess import SPILL
+from furlong.engines.remote import Wire
 from furlong.errors import FurlongError
 from furlong.evaluate import features, knn, linear_probe
+from furlong.meeting import Meeting
 from furlong.method import Report
 from furlong.monitor import QUALITY, Watch
 from furlong.nets import build_encoder
-from furlong.payload import Traffic, pack
+from furlong.payload import Traffic, pack, pack_tensors
 from furlong.rounds import ExchangeResult, draw_cohort, shuffled, threads
 from furlong.runfolder import RunFolder, load_encoder
+from furlong.weights import snapshot
 
 
 @dataclass(frozen=True)
@@ -171,20 +176,30 @@ def run(
     settings: Config,
     show: Callable[[Status], None] | None = None,
     say: Callable[[str], None] | None = None,
+    wire: Wire | None = None,
 ) -> Run:
-    """A new run, from the configuration to the report."""
+    """A new run, from the configuration to the report; ``wire``: to nodes that wait already."""
     out = Path(settings.run.out) if settings.run.out else _free_folder(settings)
     settings = config.with_out(settings, out)
-    folder = RunFolder.create(out)
-    with folder.locked():
+    folder, say = RunFolder.create(out), say or (lambda _: None)
+    with folder.locked(), _meeting(settings, folder, say, wire) as meeting:
         try:
-            prepared = prepare(settings)
+            prepared = prepare(settings, members=meeting and meeting.members())
         except BaseException:
             folder.discard()
             raise
         folder.write("partition.json", describe_partition(prepared.train, prepared.split))
         folder.write("config.toml", prepared.config.toml())
-        return _go(prepared, folder, None, show, say or (lambda _: None))
+        return _go(prepared, folder, None, show, say, meeting)
+
+
+def _meeting(
+    settings: Config, folder: RunFolder, say: Callable[[str], None], wire: Wire | None
+) -> AbstractContextManager[Meeting | None]:
+    """The nodes of the run, if it has any."""
+    if settings.run.engine == "inprocess":
+        return nullcontext()
+    return Meeting(settings, folder, say, wire)
 
 
 def resume(
@@ -192,6 +207,7 @@ def resume(
     overrides: Mapping[str, Any] | None = None,
     show: Callable[[Status], None] | None = None,
     say: Callable[[str], None] | None = None,
+    wire: Wire | None = None,
 ) -> Run:
     """Go on with an interrupted run: the result has the same bits as without interruption.
 
@@ -218,14 +234,15 @@ def resume(
         folder.keep_lines(done)
         for left in path.glob(f"{SPILL}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        prepared = prepare(settings)
-        split = describe_partition(prepared.train, prepared.split)
-        if (folder.read("partition.json") or {}).get("fingerprint") != split["fingerprint"]:
-            raise FurlongError(
-                f"the images are not those that {path} began with: see its partition.json. Put "
-                "them back, or start a new run."
-            )
-        return _go(prepared, folder, saved, show, say)
+        with _meeting(settings, folder, say, wire) as meeting:
+            prepared = prepare(settings, members=meeting and meeting.members())
+            split = describe_partition(prepared.train, prepared.split)
+            if (folder.read("partition.json") or {}).get("fingerprint") != split["fingerprint"]:
+                raise FurlongError(
+                    f"the images are not those that {path} began with: see its partition.json. Put "
+                    "them back, or start a new run."
+                )
+            return _go(prepared, folder, saved, show, say, meeting)
 
 
 def _go(
@@ -234,6 +251,7 @@ def _go(
     saved: checkpoint.Checkpoint | None,
     show: Callable[[Status], None] | None,
     say: Callable[[str], None],
+    meeting: Meeting | None,
 ) -> Run:
     for note in prepared.notes:
         say(note)
@@ -246,15 +264,15 @@ def _go(
     ).eval()
     if saved is None:
         state, done = server.init(), 0
-        folder.save_weights("random", next(iter(prepared.encoders(state).values())))
+        folder.save_weights("random", snapshot(next(iter(prepared.encoders(state).values()))))
     else:
         state, done, counters = saved.server, saved.done, dict(saved.counters)
     folder.load_weights("random", random_encoder)
     angles = _Angles(prepared) if prepared.config.evaluate.angles else None
     watch = Watch(prepared, say)
-    with prepared.transport() as transport, _Board(folder.path) as board:
-        for client, packed in saved.clients.items() if saved is not None else ():
-            transport.store.put(client, packed)
+    engine = prepared.transport() if meeting is None else meeting.transport(prepared)
+    with engine as transport, _Board(folder.path) as board:
+        transport.restore({} if saved is None else saved.clients)
         knn_every = prepared.config.evaluate.knn_every or max(1, len(exchanges) // 20)
         for result in server.run(prepared.federation, transport, state, done):
             state, done = result.server, result.exchange.index + 1
@@ -275,34 +293,37 @@ def _go(
             # between rounds: then no exchange depends on what another of its round left on disk
             ends = last or exchanges[done].round != result.exchange.round
             if last or (ends and (result.exchange.round + 1) % prepared.config.run.save_every == 0):
-                checkpoint.save(folder.path, done, state, transport.store.items(), counters)
+                checkpoint.save(folder.path, done, state, transport.states(), counters)
             if show is not None:
                 show(_status(counters, line, done, len(exchanges)))
-    encoders = prepared.encoders(state)
+        encoders = prepared.encoders(state)
+        weights, about = snapshot(next(iter(encoders.values()))), _about(prepared)
+        folder.save_encoder(weights, about)
+        transport.finish(pack_tensors(weights, {"about": json.dumps(about)}))
     summary = _summary(prepared, counters, state)
     if evaluator.possible:
         whose = {"random": random_encoder, **encoders}
         summary["results"] = _results(evaluator, whose, prepared.classifiers(state))
-    first = next(iter(encoders.values()))
-    setup = prepared.setup
-    folder.save_encoder(
-        first,
-        {
-            "encoder": setup.encoder,
-            "channels": setup.channels,
-            "image_size": setup.image_size,
-            "width": setup.width,
-            "augment": prepared.config.data.augment,
-            "method": prepared.config.method["name"],
-            "data": prepared.config.data.name,
-            "furlong": furlong.__version__,
-        },
-    )
     folder.write("summary.json", summary)
     if server.folder is not None:  # what clients sent, of use only to a run that goes on
         shutil.rmtree(server.folder, ignore_errors=True)
     report.build(folder.path)
     return Run(folder.path, summary)
+
+
+def _about(prepared: Prepared) -> dict[str, Any]:
+    """What encoder.json says."""
+    setup = prepared.setup
+    return {
+        "encoder": setup.encoder,
+        "channels": setup.channels,
+        "image_size": setup.image_size,
+        "width": setup.width,
+        "augment": prepared.config.data.augment,
+        "method": prepared.config.method["name"],
+        "data": prepared.config.data.name,
+        "furlong": furlong.__version__,
+    }
 
 
 def _monitor(
@@ -405,7 +426,7 @@ def _summary(prepared: Prepared, counters: dict[str, float], state: Any) -> dict
         "who": who(prepared.config),
         "method": prepared.config.method["name"],
         "data": prepared.config.data.name,
-        "images": len(prepared.train),
+        "images": len(prepared.train) or sum(prepared.setup.sizes.values()),
         "clients": len(prepared.federation.clients),
         "rounds": prepared.setup.rounds,
         "seed": prepared.setup.seed,

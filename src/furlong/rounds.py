@@ -31,6 +31,7 @@ from furlong.method import Method, Report
 from furlong.payload import (
     Traffic,
     Weights,
+    flatten,
     is_buffer,
     pack,
     payload,
@@ -60,7 +61,7 @@ class Transport(Protocol):
     """All that an engine is: carry downloads to clients, bring reports back in client order."""
 
     def exchange(
-        self, exchange: Exchange, downloads: Mapping[int, Any]
+        self, exchange: Exchange, downloads: Downloads[Any, Any]
     ) -> Iterable[tuple[int, Report[Any] | Failure]]:
         """Run ``run_client`` for every client in ``downloads``, wherever the client is.
 
@@ -254,7 +255,7 @@ class Server(Generic[S, D, U]):
         began = time.perf_counter()
         ctx = self.context(exchange)
         cohort = draw_cohort(self.setup.seed, exchange, clients, self.fraction)
-        downloads = _Downloads(self.method, state, cohort, ctx)
+        downloads = Downloads(self.method, state, cohort, ctx)
         gate = _Gate(self, state, exchange, cohort)
         replies = gate.admit(transport.exchange(exchange, downloads))
         with self.computing(exchange.index):
@@ -274,7 +275,7 @@ class Server(Generic[S, D, U]):
         )
 
 
-class _Downloads(Mapping[int, D], Generic[S, D]):
+class Downloads(Mapping[int, D], Generic[S, D]):
     """Downloads made when they are asked for, and counted: a cohort's need not fit in memory."""
 
     def __init__(
@@ -293,6 +294,14 @@ class _Downloads(Mapping[int, D], Generic[S, D]):
             self._last = (down, traffic(down))
         self.sent += self._last[1]
         return down
+
+    def limit(self, client: int) -> int:
+        """Bytes that a packed answer of ``client`` may have: no engine needs to take more."""
+        ctx = self._ctx
+        with threads(), seeded(ctx.setup.device, "limit"):
+            expected = self._method.expected(self._state, client, ctx)
+        tensors, _ = flatten(expected)
+        return sum(t.nbytes for t in tensors.values()) + 400 * len(tensors) + (1 << 20)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._cohort)

@@ -3,7 +3,7 @@
 config.toml · partition.json · random.safetensors (the encoder before training) · metrics.jsonl (a
 line per exchange) · checkpoints/ · server/ (while it runs) · tensorboard/ · summary.json ·
 encoder.safetensors + encoder.json · evaluations.json (what ``furlong evaluate`` measured) ·
-report.html
+report.html · federation.json, nodes/, flower.log (on Flower)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from furlong.data.augment import preset
 from furlong.errors import FurlongError
 from furlong.nets import build_encoder
 from furlong.payload import PayloadError, Weights, pack_tensors, unpack_tensors
-from furlong.weights import restore, snapshot
+from furlong.weights import restore
 
 NOTHING: Mapping[str, type] = {}
 RESULT = {"who": str, "protocol": str, "accuracy": float}
@@ -152,9 +152,9 @@ class RunFolder:
         kept = [json.dumps(line) for line in self.lines() if line["exchange"] < done]
         self.write("metrics.jsonl", "".join(f"{line}\n" for line in kept))
 
-    def save_weights(self, name: str, module: nn.Module) -> None:
+    def save_weights(self, name: str, weights: Weights) -> None:
         """``name``.safetensors."""
-        data = pack_tensors(snapshot(module), {"format": "pt"})
+        data = pack_tensors(weights, {"format": "pt"})
         path = self.path / f"{name}.safetensors"
         try:
             write_atomically(path, bytes(data))
@@ -173,9 +173,9 @@ class RunFolder:
                 f"{path} does not hold a {type(module).__name__} of this run: {error}"
             ) from None
 
-    def save_encoder(self, encoder: nn.Module, about: dict[str, Any]) -> None:
+    def save_encoder(self, weights: Weights, about: dict[str, Any]) -> None:
         """encoder.safetensors and encoder.json."""
-        self.save_weights("encoder", encoder)
+        self.save_weights("encoder", weights)
         self.write("encoder.json", about)
 
 

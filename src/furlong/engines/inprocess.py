@@ -232,6 +232,18 @@ class InProcess:
         self._pool = []
         self.store.close()
 
+    def states(self) -> Iterator[tuple[int, Any]]:
+        """(client, packed state) of every client that has one, for a checkpoint."""
+        return self.store.items()
+
+    def restore(self, states: Mapping[int, Any]) -> None:
+        """Take the clients' states from a checkpoint."""
+        for client, packed in states.items():
+            self.store.put(client, packed)
+
+    def finish(self, result: Any) -> None:
+        """The run is over; there is nobody to tell."""
+
     def client(self, down: Any, exchange: Exchange, client: int, store: Any) -> Report[Any]:
         """``run_client`` with this run's data."""
         shard = self.federation.shard(client, labels=self.method.needs_labels)
@@ -251,7 +263,7 @@ class InProcess:
                 report = self.client(downloads[client], exchange, client, slot)
                 packed = pack(report)  # as it would travel: what cannot be sent is not accepted
             except Exception as error:
-                yield client, Failure(client, "raised", _describe(error))
+                yield client, Failure(client, "raised", describe(error))
                 continue
             if slot.put_bytes is not None:
                 self.store.put(client, slot.put_bytes)
@@ -438,14 +450,14 @@ def _work(engine: InProcess, server: socket.socket, other: socket.socket, parent
                 out.append(Blob.of_bytes(slot.put_bytes))
             answer: dict[str, Any] = {"sizes": [blob.size for blob in out]}
         except Exception as error:
-            out, answer = [], {"raised": _describe(error)}
+            out, answer = [], {"raised": describe(error)}
         message = json.dumps(answer).encode()
         socket.send_fds(server, [message], [b.fd for b in out if b.fd is not None])
         for blob in (*blobs, *out):
             blob.close()
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """One line that names the error and where it was raised, unless it is for a user."""
     if isinstance(error, FurlongError):
         return str(error)[:2000]

@@ -1,0 +1,351 @@
+"""A node's side of a federation: its images, what it agrees to, its state on its own disk.
+
+:meth:`Site.answer` is all a node does, however questions reach it (see ``engines.remote`` for what
+is asked). A site decides for itself which images are read, and it never runs code that a server
+names: a question can only choose among what is installed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import furlong
+from furlong.assemble import SITES, Participant, own_size, participate, told
+from furlong.checkpoint import write_atomically
+from furlong.compress import decode, encode
+from furlong.config import Config, from_tree, without_none
+from furlong.context import Exchange
+from furlong.data import images as data
+from furlong.data.images import ImageSet
+from furlong.engines.inprocess import Blob, InProcess, can_fork, describe
+from furlong.engines.remote import PROTOCOL
+from furlong.errors import FurlongError
+from furlong.payload import PayloadError, Weights, pack_tensors, unpack_tensors
+from furlong.rounds import Failure
+from furlong.runfolder import RunFolder
+from furlong.words import size
+
+_RUN = re.compile(r"[0-9a-f]{16,64}")
+Answer = tuple[dict[str, Any], bytes]
+
+
+class Refusal(FurlongError):
+    """A question that this site does not answer, and why."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """Which images a site holds. Labels are dropped as soon as they are read."""
+
+    name: str  # folder:PATH, parquet:PATH, or a named set
+    root: str | None = None
+    strict: bool = False
+    limit: int | None = None
+
+    def load(self, image_size: int) -> ImageSet:
+        """All images, brought to squares."""
+        found = data.load(
+            self.name,
+            "train",
+            root=self.root,
+            strict=self.strict,
+            limit=self.limit,
+            image_size=image_size,
+        )
+        return found.unlabelled()
+
+
+class StateFiles:
+    """A client's states in files, one for each exchange that the server may go back to.
+
+    A server that is killed and resumed asks for an exchange again: the client then goes on from
+    the state that it had before that exchange, whatever it has stored since.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.index, self.oldest = folder, 0, 0
+
+    def _of(self, client: int, what: str = "state") -> dict[int, Path]:
+        found = self.folder.glob(f"{client:05d}-*.{what}.safetensors")
+        return {int(path.name.split("-")[1].split(".")[0]): path for path in sorted(found)}
+
+    def at(self, client: int, exchange: int, oldest: int) -> None:
+        """Go (back) to the time before ``exchange``; the server keeps nothing before ``oldest``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.index = exchange
+        for what in ("state", "residual"):
+            files = self._of(client, what)
+            needed = max((n for n in files if n < oldest), default=0)
+            for number, path in files.items():
+                if number >= exchange or number < needed:
+                    path.unlink(missing_ok=True)
+
+    def blob(self, client: int) -> Blob | None:
+        """The state before the present exchange."""
+        files = self._of(client)
+        path = files[max(files)] if files else None
+        return None if path is None else Blob(path.stat().st_size, path=path)
+
+    def get(self, client: int) -> Any | None:
+        """Its bytes."""
+        blob = self.blob(client)
+        return None if blob is None else blob.map()
+
+    def put(self, client: int, packed: Any, what: str = "state") -> None:
+        """The state after the present exchange, on disk before anything is answered."""
+        path = self.folder / f"{client:05d}-{self.index:06d}.{what}.safetensors"
+        write_atomically(path, packed)
+
+    def keep(self, client: int, blob: Blob) -> None:
+        """As :meth:`put`."""
+        self.put(client, blob.map())
+        blob.close()
+
+    def residual(self, client: int) -> Weights:
+        """What rounding has lost of earlier answers."""
+        files = self._of(client, "residual")
+        if not files:
+            return {}
+        return unpack_tensors(bytearray(files[max(files)].read_bytes()))[0]
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """None: they are on disk already."""
+        return iter(())
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+@dataclass
+class Site:
+    """One node. ``part``: it takes this part of the data that a run names, instead of ``own``."""
+
+    folder: Path  # for state; encoders of finished runs are left in it too
+    own: Own | None = None
+    part: int | None = None
+    name: str | None = None
+    agree: Config | None = None  # the only configuration that this site takes part in
+    code: bool = False  # whether a run may name modules and files of this machine
+    device: str = "auto"
+    isolate: bool = False  # train in a process of its own
+    say: Callable[[str], None] = lambda _: None
+    _party: tuple[str, Participant, InProcess] | None = field(default=None, repr=False)
+
+    def answer(self, header: Mapping[str, Any], body: bytes = b"") -> Answer:
+        """The answer to a question; whatever goes wrong is an answer too."""
+        kinds = {"hello": self._hello, "work": self._work, "fetch": self._fetch, "end": self._end}
+        try:
+            kind = kinds.get(str(header.get("kind")))
+            if kind is None:
+                raise Refusal(f"unknown question {str(header.get('kind'))[:40]!r}")
+            self._same_program(header)
+            return kind(header, body)
+        except Refusal as error:
+            self.say(f"refused: {error}")
+            return {"refused": str(error)}, b""
+        except Exception as error:
+            self.say(f"failed: {describe(error)}")
+            return {"failed": "raised", "reason": describe(error)}, b""
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._party is not None:
+            self._party[2].close()
+            self._party = None
+
+    # ------------------------------------------------------------ may it?
+
+    def _same_program(self, header: Mapping[str, Any]) -> None:
+        theirs, mine = header.get("furlong"), furlong.__version__
+        if header.get("protocol") != PROTOCOL or theirs != mine:
+            raise Refusal(
+                f"the server runs furlong {str(theirs)[:20]} (protocol "
+                f"{str(header.get('protocol'))[:20]}), this node {mine} (protocol {PROTOCOL}). "
+                "Install the same version on both."
+            )
+        if not _RUN.fullmatch(str(header.get("run"))):
+            raise Refusal(f"{str(header.get('run'))[:80]!r} is not the name of a run")
+
+    def settings(self, header: Mapping[str, Any]) -> Config:
+        """The run's configuration, if this site takes part in such a run."""
+        tree = header.get("config")
+        if not isinstance(tree, dict):
+            raise Refusal("no configuration")
+        tree = without_none(tree)
+        names = [tree.get("method", {}).get("name"), tree.get("model", {}).get("encoder")]
+        for name in [*names, tree.get("data", {}).get("name")]:
+            if ":" in str(name) and not self.code:
+                raise Refusal(
+                    f"the run names {str(name)[:80]!r}: a file, a folder or code of this machine. "
+                    "A node takes none of that from a server unless it is started with "
+                    "--trust-server."
+                )
+        try:
+            settings = from_tree(tree, {"run.device": self.device}, "the run's configuration")
+        except FurlongError as error:
+            raise Refusal(str(error)) from None
+        if self.agree is not None:
+            self._agreed(settings)
+        sites = settings.data.name == SITES
+        if sites != (self.own is not None):
+            raise Refusal(
+                f"this node holds {'its own images' if self.own else 'no images of its own'}, but "
+                f"the run's data is {settings.data.name!r}"
+                + ("" if sites else ": it must be 'sites' for nodes started with --data")
+            )
+        return settings
+
+    def _agreed(self, settings: Config) -> None:
+        assert self.agree is not None
+        theirs, mine = dict(_flat(told(settings))), dict(_flat(told(self.agree)))
+        other = [key for key in mine if mine[key] != theirs.get(key) and key not in _FREE]
+        if other:
+            lines = (f"{key} is {theirs.get(key)!r}, not {mine[key]!r}" for key in other[:5])
+            raise Refusal(f"not the configuration that this node agrees to: {'; '.join(lines)}")
+
+    # ------------------------------------------------------------ what it does
+
+    def _hello(self, header: Mapping[str, Any], _: bytes) -> Answer:
+        settings = self.settings(header)
+        if self.own is not None:
+            images = _loaded(self.own, own_size(settings))
+            count, channels, mark = len(images), images.channels, None
+        else:
+            party = self._participant(header, settings).federation
+            if self.part not in party.rows:
+                raise Refusal(f"part {self.part}: the run has clients 0 to {len(party.rows) - 1}")
+            count, channels = party.sizes[self.part], party.images.channels
+            mark = self._participant(header, settings).mark
+        answer = {"name": self.name, "part": self.part, "images": count, "channels": channels}
+        return {**answer, "mark": mark, "torch": torch.__version__}, b""
+
+    def _work(self, header: Mapping[str, Any], body: bytes) -> Answer:
+        settings = self.settings(header)
+        try:
+            client, exchange = int(header["client"]), Exchange(**header["exchange"])
+            at, of = int(header["slice"]), int(header["slices"])
+            seconds, oldest = float(header["seconds"]), int(header["oldest"])
+            piece, how = max(1, int(header["slice_bytes"])), header["encoding"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise Refusal(f"a question that makes no sense ({error})") from None
+        run = self._run(header)
+        if self.part is not None and client != self.part:
+            raise Refusal(f"this node is client {self.part}, not {client}")
+        spool = run / "spool" / f"{client:05d}.down"
+        if of > 1:
+            _collect(spool, body, at)
+            if at + 1 < of:
+                return {"kept": at}, b""
+            body = spool.read_bytes()
+            spool.unlink()
+        party = self._participant(header, settings)
+        engine, store = self._engine(), StateFiles(run)
+        if client not in party.federation.rows:
+            raise Refusal(f"client {client} is not one of this run's")
+        store.at(client, exchange.index, oldest)
+        engine.store = store
+        engine.deadline = seconds if engine.isolate else 0.0
+        try:
+            down = decode(bytearray(body))
+        except PayloadError as error:
+            raise Refusal(f"a download that cannot be read: {error}") from None
+        self.say(f"round {exchange.round + 1}: {exchange.kind}, {size(len(body))} received")
+        ((_, report),) = engine.exchange(exchange, {client: down})
+        if isinstance(report, Failure):
+            self.say(f"round {exchange.round + 1}: {report.reason}")
+            return {"failed": report.kind, "reason": report.reason}, b""
+        base, left = (None, None) if how == "exact" else (down, store.residual(client))
+        packed, left = encode(report, how, base, left)
+        if left:
+            store.put(client, pack_tensors(left, {}), "residual")
+        self.say(f"round {exchange.round + 1}: {size(len(packed))} sent")
+        slices = -(-len(packed) // piece)
+        if slices > 1:
+            spool.parent.mkdir(parents=True, exist_ok=True)
+            _answers(run, client).write_bytes(packed)
+        return {"slice": 0, "slices": slices, "slice_bytes": piece}, bytes(packed[:piece])
+
+    def _fetch(self, header: Mapping[str, Any], _: bytes) -> Answer:
+        path = _answers(self._run(header), int(header["client"]))
+        at, piece = int(header["slice"]), int(header["slice_bytes"])
+        try:
+            with path.open("rb") as file:
+                file.seek(at * piece)
+                body = file.read(piece)
+        except OSError:
+            raise Refusal("there is no answer to fetch") from None
+        return {"slice": at, "slices": -(-path.stat().st_size // piece)}, body
+
+    def _end(self, header: Mapping[str, Any], body: bytes) -> Answer:
+        run = self._run(header)
+        self.close()
+        shutil.rmtree(run, ignore_errors=True)
+        if body and self.own is not None:
+            weights, metadata = unpack_tensors(bytearray(body))
+            kept = self.folder / "encoders" / run.name
+            kept.mkdir(parents=True, exist_ok=True)
+            RunFolder(kept).save_encoder(weights, json.loads(metadata["about"]))
+            self.say(f"the run has ended; its encoder is in {kept}")
+        return {"ended": True}, b""
+
+    def _run(self, header: Mapping[str, Any]) -> Path:
+        return self.folder / "runs" / str(header["run"])
+
+    def _participant(self, header: Mapping[str, Any], settings: Config) -> Participant:
+        """The run as this site knows it; made once, and again if it changes."""
+        known = [header["run"], header["config"], header.get("sizes")]
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        if self._party is None or self._party[0] != digest:
+            self.close()
+            sizes = {int(k): int(n) for k, n in (header.get("sizes") or {}).items()}
+            own = self.own and _loaded(self.own, own_size(settings))
+            party = participate(settings, own, sizes)
+            isolate = self.isolate and can_fork(party.setup.device)
+            engine = InProcess(
+                party.method, party.federation, party.setup, isolate=isolate, store=StateFiles(Path())
+            )
+            self._party = digest, party, engine
+        return self._party[1]
+
+    def _engine(self) -> InProcess:
+        assert self._party is not None
+        return self._party[2]
+
+
+# may differ between what a site agrees to and what a run says: they change nothing for the site
+_FREE = ("train.fraction", "train.min_clients", "train.server_threads", "data.clients")
+
+
+@cache
+def _loaded(own: Own, image_size: int) -> ImageSet:
+    """A site's images, read once."""
+    return own.load(image_size)
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _answers(run: Path, client: int) -> Path:
+    return run / "spool" / f"{client:05d}.up"
+
+
+def _collect(path: Path, body: bytes, at: int) -> None:
+    """Append slice ``at`` of a download to those that came before it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb" if at == 0 else "ab") as file:
+        file.write(body)
