@@ -61,7 +61,14 @@ class Prepared:
         """The engine, with no client state yet."""
         run = self.config.run
         store = BlobStore(run.state_memory_mb << 20, Path(run.out) if run.out else None)
-        return InProcess(self.method, self.federation, self.setup, self.workers, store)
+        return InProcess(
+            self.method,
+            self.federation,
+            self.setup,
+            self.workers,
+            store,
+            deadline=run.deadline,
+        )
 
     def encoders(self, state: Any) -> dict[str, nn.Module]:
         """Whose encoder -> encoder, ready for evaluation."""
@@ -348,7 +355,15 @@ def prepare(settings: Config, *, training: bool = True, trained: Config | None =
     )
     guard = Guard(sizes=federation.sizes)
     folder = Path(settings.run.out) / "server" if settings.run.out else None
-    server = Server(method, setup, public, settings.train.fraction, guard, folder=folder)
+    server = Server(
+        method,
+        setup,
+        public,
+        settings.train.fraction,
+        guard,
+        folder=folder,
+        min_clients=settings.train.min_clients,
+    )
     return Prepared(settings, method, train, test, split, federation, server, notes)
 
 
