@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from furlong.context import ClientContext, Exchange
-from furlong.engines.inprocess import BlobStore, InProcess
+from furlong.engines.inprocess import Blob, BlobStore, InProcess, States
 from furlong.errors import FurlongError
 from furlong.method import Local
 from furlong.methods.fedsimclr import FedSimCLR
-from furlong.payload import pack
+from furlong.payload import pack, unpack
 from furlong.rounds import Server, draw_cohort, seed_of
 
 
@@ -32,6 +35,8 @@ class Faulty(FedSimCLR):
                 raise ValueError("bad scanner")
             if self.how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "hang":
+                time.sleep(600)
         return super().local_update(state, down, ctx)
 
 
@@ -196,3 +201,225 @@ def test_a_diverged_client_keeps_its_old_state(prepared: Any, workers: int) -> N
     assert [f.client for f in one.failures] == [1]
     assert "diverged" in one.failures[0].reason
     assert not two.failures
+
+
+# ---------------------------------------------------------------- deadline, fewest, isolation
+
+
+def gone(pid: int | None) -> bool:
+    """Whether a process has ended."""
+    assert pid is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_exchange_ends_by_its_deadline(prepared: Any, workers: int) -> None:
+    """Without the client that hangs; with one worker also without those that wait behind it."""
+    p = prepared("fedsimclr")
+    method = faulty(p, how="hang")
+    server = Server(method, p.setup)
+    before = len(os.listdir("/proc/self/fd"))
+    with InProcess(method, p.federation, p.setup, workers, deadline=2.0) as transport:
+        old = [w.process.pid for w in transport._pool]
+        assert len(old) == workers
+        results = list(server.run(p.federation, transport, server.init()))
+        new = [w.process.pid for w in transport._pool]
+    missed = [1, 2] if workers == 1 else [1]
+    for result in results:
+        assert result.seconds < 10
+        assert sorted(result.metrics) == [c for c in (0, 1, 2) if c not in missed]
+        assert [(f.client, f.kind) for f in result.failures] == [(c, "lost") for c in missed]
+        assert {f.reason for f in result.failures} == {"no answer within 2 s"}
+    assert len(new) == workers
+    assert not set(old) >= set(new)
+    assert all(map(gone, (*old, *new)))
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_who_answered_in_time_counts_even_if_nobody_looked(prepared: Any) -> None:
+    """An aggregation that takes longer than the deadline loses nobody who has answered."""
+    p = prepared("fedsimclr")
+    downloads = dict.fromkeys(p.federation.clients, p.server.init())
+    with InProcess(p.method, p.federation, p.setup, 3, deadline=3.0) as transport:
+        replies = transport.exchange(p.server.exchanges()[0], downloads)
+        found = [next(replies)]
+        time.sleep(3.1)
+        found += replies
+    assert [reply.client for _, reply in found] == [0, 1, 2]
+    assert all(not hasattr(reply, "reason") for _, reply in found)
+
+
+@pytest.mark.parametrize("how", [{"deadline": 60.0}, {"isolate": True}, {"deadline": 1e12}])
+@pytest.mark.parametrize("name", ["fedu", "fedema"])
+def test_a_process_of_its_own_gives_the_same_bits(
+    prepared: Any, name: str, how: dict[str, Any]
+) -> None:
+    p = prepared(name, clients=1)
+
+    def finish(**how: Any) -> tuple[bytes, dict[int, bytes]]:
+        with InProcess(p.method, p.federation, p.setup, **how) as transport:
+            assert len(transport._pool) == bool(how)
+            *_, last = p.server.run(p.federation, transport, p.server.init())
+            assert not last.failures
+            kept = {c: bytes(state) for c, state in transport.store.items()}
+        return bytes(pack(last.server)), kept
+
+    assert finish(**how) == finish()
+
+
+def test_a_late_client_keeps_its_old_state_and_comes_back(prepared: Any) -> None:
+    """The deadline is the caller's, exchange by exchange."""
+
+    @dataclass(frozen=True)
+    class Counts(FedSimCLR):
+        def local_update(self, state: Any, down: Any, ctx: ClientContext) -> Local[Any, Any]:
+            local = super().local_update(state, down, ctx)
+            if ctx.exchange.index == 1:
+                time.sleep(600)
+            count = 1 if state is None else int(state["n"]) + 1
+            return Local({"n": torch.tensor(count)}, local.upload, local.metrics)
+
+    p = prepared("fedsimclr", clients=1, rounds=3)
+    method = Counts(projection_head=p.method.projection_head)
+    server = Server(method, p.setup)
+    down = server.init()
+    with InProcess(method, p.federation, p.setup, isolate=True) as transport:
+
+        def ask(index: int, deadline: float) -> Any:
+            transport.deadline = deadline
+            [(client, reply)] = transport.exchange(server.exchanges()[index], {0: down})
+            assert client == 0
+            return reply
+
+        assert ask(0, 0.0).exchange == 0
+        assert ask(1, 0.5).reason == "no answer within 0.5 s"
+        assert ask(2, 60.0).exchange == 2
+        packed = transport.store.get(0)
+    assert int(unpack(packed).state["n"]) == 2
+
+
+def test_a_crash_of_an_isolated_client_is_a_failure(prepared: Any) -> None:
+    p = prepared("fedsimclr", clients=1)
+    method = faulty(p, how="die", whom=0)
+    exchange, down = p.server.exchanges()[0], p.server.init()
+    with InProcess(method, p.federation, p.setup, isolate=True) as transport:
+        for _ in range(2):
+            [(_, reply)] = transport.exchange(exchange, {0: down})
+            assert (reply.client, reply.kind) == (0, "lost")
+            assert "SIGKILL" in reply.reason
+
+
+def test_a_worker_that_died_while_idle_costs_nobody_an_answer(prepared: Any) -> None:
+    p = prepared("fedsimclr", clients=1)
+    with InProcess(p.method, p.federation, p.setup, isolate=True) as transport:
+        os.kill(transport._pool[0].process.pid, signal.SIGKILL)
+        time.sleep(0.2)
+        result = p.server.step([0], transport, p.server.init(), p.server.exchanges()[0])
+    assert not result.failures
+
+
+def test_what_cannot_be_kept_is_refused(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator nothing can stop a client."""
+    p = prepared("fedsimclr")
+    there = replace(p.setup, device=torch.device("cuda"))
+    with pytest.raises(FurlongError, match=r"run.deadline is 5.0, .*--device cuda.*--device cpu"):
+        InProcess(p.method, p.federation, there, deadline=5.0)
+    with pytest.raises(FurlongError, match="isolate is True"):
+        InProcess(p.method, p.federation, there, isolate=True)
+    InProcess(p.method, p.federation, there).close()
+    monkeypatch.setattr("furlong.engines.inprocess._FORK", False)
+    with InProcess(p.method, p.federation, p.setup, 2) as transport:
+        transport.deadline = 5.0
+        with pytest.raises(FurlongError, match=r"run.deadline is 5.0"):
+            next(iter(transport.exchange(p.server.exchanges()[0], {0: p.server.init()})))
+
+
+class OnDisk:
+    """The least that the engine needs of a store; a site's is like it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self, client: int) -> Path:
+        return self._folder / str(client)
+
+    def blob(self, client: int) -> Blob | None:
+        path = self._path(client)
+        return Blob(path.stat().st_size, path=path) if path.exists() else None
+
+    def get(self, client: int) -> Any | None:
+        path = self._path(client)
+        return path.read_bytes() if path.exists() else None
+
+    def put(self, client: int, packed: Any) -> None:
+        self._path(client).write_bytes(packed)
+
+    def keep(self, client: int, blob: Blob) -> None:
+        blob.spill(self._path(client))
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        for path in sorted(self._folder.iterdir()):
+            yield int(path.name), path.read_bytes()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_any_store_will_do(prepared: Any, tmp_path: Path, isolate: bool) -> None:
+    p = prepared("fedu")
+
+    def finish(store: States, **how: Any) -> tuple[bytes, dict[int, bytes]]:
+        with InProcess(p.method, p.federation, p.setup, store=store, **how) as transport:
+            *_, last = p.server.run(p.federation, transport, p.server.init())
+            kept = {c: bytes(state) for c, state in transport.store.items()}
+        return bytes(pack(last.server)), kept
+
+    usual = finish(BlobStore(1 << 30))
+    assert finish(OnDisk(tmp_path), isolate=isolate) == usual
+    assert sorted(usual[1]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("fewest", "stops"), [(0, False), (2, False), (3, True), (99, True)])
+def test_too_few_answers_stop_the_run(prepared: Any, fewest: int, stops: bool) -> None:
+    p = prepared("fedsimclr")
+    method = faulty(p)
+    server = Server(method, p.setup, min_clients=fewest)
+    with InProcess(method, p.federation, p.setup) as transport:
+        if not stops:
+            assert len(list(server.run(p.federation, transport, server.init()))) == 2
+            return
+        with pytest.raises(FurlongError) as error:
+            list(server.run(p.federation, transport, server.init()))
+    for part in (
+        "2 of 3 clients answered in exchange 1 (round 1)",
+        f"train.min_clients is {fewest}",
+        "client 1: ValueError: bad scanner",
+        "furlong resume RUN",
+    ):
+        assert part in str(error.value)
+
+
+def test_an_exchange_never_needs_more_than_it_asks(prepared: Any) -> None:
+    """A cohort of one, and the server alone, with a minimum of three."""
+    p = prepared("mfcl")
+    server = Server(p.method, p.setup, fraction=0.4, min_clients=3)
+    with InProcess(p.method, p.federation, p.setup) as transport:
+        results = list(server.run(p.federation, transport, server.init()))
+    assert {len(r.cohort) for r in results} >= {0, 1}
+    assert not [r for r in results if r.failures]
+
+
+def test_silence_of_all_stops_a_run_that_needs_somebody(prepared: Any) -> None:
+    p = prepared("fedsimclr")
+    method = faulty(p, how="hang", whom=-1)
+    server = Server(method, p.setup, min_clients=1)
+    with (
+        InProcess(method, p.federation, p.setup, 2, deadline=0.3) as transport,
+        pytest.raises(FurlongError, match=r"0 of 3 clients.*no answer within 0.3 s.*resume"),
+    ):
+        list(server.run(p.federation, transport, server.init()))

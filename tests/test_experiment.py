@@ -42,6 +42,68 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Status
     return experiment.run(settings, shown.append, said.append), shown, said
 
 
+# ---------------------------------------------------------------- clients that hang
+
+HANGS = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from furlong.methods.fedema import FedEMA
+
+@dataclass(frozen=True)
+class Hangs(FedEMA):
+    def local_update(self, state, down, ctx):
+        if ctx.client == 1 and ctx.exchange.index == 1 and Path("hang").exists():
+            time.sleep(600)
+        return super().local_update(state, down, ctx)
+"""
+
+
+@pytest.fixture
+def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., config.Config]:
+    """Three rounds of a method whose client 1 hangs in the second, while a file is there."""
+    monkeypatch.chdir(tmp_path)
+    Path("hangs.py").write_text(HANGS)
+    Path("hang").touch()
+    heads = {"method.projection_head": "small_proj", "method.prediction_head": "small_pred"}
+
+    def make(out: str, **options: Any) -> config.Config:
+        given = heads | {"rounds": 3, "evaluate.probe": "none", "workers": 2}
+        return tiny("hangs.py:Hangs", out=out, **given, **options)
+
+    return make
+
+
+def test_a_missed_deadline_is_told_logged_and_reported(
+    hangs: Callable[..., config.Config],
+) -> None:
+    shown: list[Status] = []
+    run = experiment.run(hangs("run", **{"run.deadline": 3.0}), shown.append)
+    missed = {"client": 1, "kind": "lost", "reason": "no answer within 3 s"}
+    assert [line["failures"] for line in lines(run)] == [[], [missed], []]
+    assert ["1" in line["clients"] for line in lines(run)] == [True, False, True]
+    assert shown[1].failures == ["client 1 lost: no answer within 3 s"]
+    assert run.summary["failures"] == 1
+    page = (run.folder / "report.html").read_text()
+    assert "1 answer of 1 client did not count" in page
+    assert "no answer within 3 s" in page
+
+
+def test_a_run_that_stopped_for_want_of_clients_goes_on(
+    hangs: Callable[..., config.Config],
+) -> None:
+    """With the bits of a run in which nobody was ever late."""
+    with pytest.raises(FurlongError, match=r"2 of 3 clients answered in exchange 2 \(round 2\)"):
+        experiment.run(hangs("stopped", **{"run.deadline": 3.0, "train.min_clients": 3}))
+    Path("hang").unlink()
+    again = experiment.resume("stopped", {"run.deadline": "60", "train.min-clients": "1"})
+    assert again.summary["failures"] == 0
+    whole = experiment.run(hangs("whole"))
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    with pytest.raises(FurlongError, match=r"--train\.rounds cannot be given"):
+        experiment.resume("stopped", {"train.rounds": 4})
+
+
 # ---------------------------------------------------------------- the folder
 
 

@@ -62,7 +62,14 @@ class Prepared:
         """The engine, with no client state yet."""
         run = self.config.run
         store = BlobStore(run.state_memory_mb << 20, Path(run.out) if run.out else None)
-        return InProcess(self.method, self.federation, self.setup, self.workers, store)
+        return InProcess(
+            self.method,
+            self.federation,
+            self.setup,
+            self.workers,
+            store,
+            deadline=run.deadline,
+        )
 
     def join(self, client: int, images: int) -> bool:
         """Let another client in, from the next exchange on, unless it would change the plan."""
@@ -393,7 +400,15 @@ def prepare(
     )
     guard = Guard(sizes=setup.sizes)
     folder = Path(settings.run.out) / "server" if settings.run.out else None
-    server = Server(method, setup, public, settings.train.fraction, guard, folder=folder)
+    server = Server(
+        method,
+        setup,
+        public,
+        settings.train.fraction,
+        guard,
+        folder=folder,
+        min_clients=settings.train.min_clients,
+    )
     return Prepared(settings, method, train, test, split, federation, server, notes)
 
 

@@ -256,8 +256,13 @@ def _one(
             say(f"{cell.folder} lacks its encoder: making it again.")
             summary.replace(aside)
         if (cell.folder / "config.toml").exists():
-            run = cell.settings.run
-            again = {"workers": run.workers, "device": run.device}
+            run, train = cell.settings.run, cell.settings.train
+            again = {
+                "workers": run.workers,
+                "device": run.device,
+                "run.deadline": run.deadline,
+                "train.min_clients": train.min_clients,
+            }
             experiment.resume(cell.folder, again, show, say)
         else:
             experiment.run(cell.settings, show, say)

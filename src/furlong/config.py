@@ -60,6 +60,7 @@ class TrainSettings:
     batch_size: int = 128
     fraction: float = 1.0
     server_threads: int = 2  # for training at the server (FedCA, MFCL); changes the last bits
+    min_clients: int = 0  # valid answers that an exchange needs (at most all); else the run stops
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,11 @@ class EvaluateSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Where and how it runs. ``workers``, ``out`` and the last two change no bit of the weights."""
+    """Where and how it runs.
+
+    ``workers``, ``out`` and the last three change no bit of the weights; the deadline only if
+    a client misses it.
+    """
 
     seed: int = 0
     workers: int = 0  # 0: one per core on CPU
@@ -86,6 +91,7 @@ class RunSettings:
     bound: Bound = "none"  # single: every client alone; pooled: all data in one place
     save_every: int = 1  # rounds between checkpoints
     state_memory_mb: int = 4096  # client states beyond this go to disk
+    deadline: float = 0.0  # seconds for one exchange, then it goes on without the others; 0: none
 
 
 @dataclass(frozen=True)
@@ -323,6 +329,7 @@ def _check(config: Config) -> None:
         ("train.epochs", train.epochs, 1),
         ("train.batch_size", train.batch_size, 2),
         ("train.server_threads", train.server_threads, 1),
+        ("train.min_clients", train.min_clients, 0),
         ("data.clients", 1 if data.clients is None else data.clients, 1),
         ("run.workers", run.workers, 0),
         ("run.save_every", run.save_every, 1),
@@ -342,9 +349,12 @@ def _check(config: Config) -> None:
     if not 0 <= config.optimiser.momentum < 1:
         momentum = config.optimiser.momentum
         raise FurlongError(f"optimiser.momentum is {momentum}; it must be at least 0 and below 1")
-    if not 0 <= config.optimiser.weight_decay < math.inf:
-        decay = config.optimiser.weight_decay
-        raise FurlongError(f"optimiser.weight_decay is {decay}; it must be at least 0 and finite")
+    for name, number in (
+        ("optimiser.weight_decay", config.optimiser.weight_decay),
+        ("run.deadline", run.deadline),
+    ):
+        if not 0 <= number < math.inf:
+            raise FurlongError(f"{name} is {number}; it must be at least 0 and finite")
     for name, number in (
         ("optimiser.lr", config.optimiser.lr),
         ("evaluate.temperature", config.evaluate.temperature),

@@ -33,6 +33,8 @@ from furlong.rounds import ExchangeResult, draw_cohort, shuffled, threads
 from furlong.runfolder import RunFolder, load_encoder
 from furlong.weights import snapshot
 
+ANEW = ("workers", "device", "run.workers", "run.device", "run.deadline", "train.min_clients")
+
 
 @dataclass(frozen=True)
 class Status:
@@ -211,11 +213,12 @@ def resume(
 ) -> Run:
     """Go on with an interrupted run: the result has the same bits as without interruption.
 
-    Only ``workers`` and ``device`` can be given anew (another device rounds differently).
+    Only ``workers``, ``device`` (another one rounds differently), ``run.deadline`` and
+    ``train.min_clients`` can be given anew.
     """
     path = Path(run_folder)
     for name in overrides or {}:
-        if name not in ("workers", "device", "run.workers", "run.device"):
+        if name.replace("-", "_") not in ANEW:
             raise FurlongError(f"a run goes on with the settings it has: --{name} cannot be given.")
     folder = RunFolder.open(path)
     say = say or (lambda _: None)

@@ -196,6 +196,7 @@ class Server(Generic[S, D, U]):
     guard: Guard = field(default_factory=Guard)
     networks: Networks = field(default_factory=Networks)
     folder: Path | None = None  # room on disk; a temporary folder if none is given
+    min_clients: int = 0  # valid answers that an exchange needs (at most all); else the run stops
     tell: Callable[[str], None] = lambda _: None
     watch: Callable[[Exchange, Report[U]], None] | None = None  # sees every accepted report
 
@@ -353,15 +354,21 @@ class _Gate(Generic[S, U]):
             return f"cannot be checked ({type(error).__name__})"
 
     def finish(self, replies: Iterator[Report[U]]) -> None:
-        """Drain what the method left, name the silent, and stop when nobody could train."""
+        """Drain what the method left, name the silent, and stop when too few could train."""
         for _ in replies:
             pass
         self.failures += [Failure(c, "lost", "no answer") for c in self._waiting]
+        where = f"exchange {self._exchange.index + 1} (round {self._exchange.round + 1})"
+        reasons = "; ".join(f"client {f.client}: {f.reason}" for f in self.failures[:3])
         if not self.metrics and any(f.kind != "lost" for f in self.failures):
-            reasons = "; ".join(f"client {f.client}: {f.reason}" for f in self.failures[:3])
+            raise FurlongError(f"no client could do its part of {where}: {reasons}")
+        fewest, answers = self._server.min_clients, len(self.metrics)
+        if answers < min(fewest, len(self._cohort)):
+            more = "; …" if len(self.failures) > 3 else ""
             raise FurlongError(
-                f"no client could do its part of exchange {self._exchange.index} "
-                f"(round {self._exchange.round}): {reasons}"
+                f"{answers} of {len(self._cohort)} clients answered in {where}; train.min_clients "
+                f"is {fewest} ({reasons}{more}). What was saved stays; 'furlong resume RUN' goes "
+                "on, and takes other values of --train.min-clients and --run.deadline."
             )
 
     def _expected(self, client: int) -> U:

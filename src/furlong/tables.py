@@ -36,9 +36,9 @@ SETTING = {
     "evaluate": ("probe", "k", "temperature"),
 }
 FREE = {  # where and how a run is computed: nothing that its results depend on
-    "run": ("workers", "device", "out", "save_every", "state_memory_mb"),
+    "run": ("workers", "device", "out", "save_every", "state_memory_mb", "deadline"),
     "data": ("root", "public_root", "cache"),
-    "train": ("server_threads",),
+    "train": ("server_threads", "min_clients"),
 }
 TOLD = {  # by a row's name and its seeds; or only how closely a run was watched
     "method": ("name",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import resource
@@ -18,13 +19,14 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,18 +35,21 @@ from furlong.errors import FurlongError
 from furlong.federation import Federation
 from furlong.method import Method, Report
 from furlong.payload import PayloadError, pack, unpack
-from furlong.rounds import Failure, run_client
+from furlong.rounds import ClientStore, Failure, run_client
 
 _FORK = sys.platform == "linux" and hasattr(socket, "send_fds") and hasattr(os, "memfd_create")
 _MESSAGE = 60_000
 SPILL = ".clients-"  # folders of client states that exceed the memory budget
 
 
+def can_fork(device: torch.device) -> bool:
+    """Whether clients can run in processes of their own: an accelerator does not survive a fork."""
+    return _FORK and device.type == "cpu"
+
+
 def default_workers(device: torch.device) -> int:
     """The number of usable cores on CPU, 1 (sequential) on an accelerator."""
-    if device.type != "cpu" or not _FORK:
-        return 1
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if can_fork(device) else 1
 
 
 def keep_freed_memory() -> None:
@@ -130,6 +135,22 @@ def _anonymous(size: int) -> int:
     return fd
 
 
+class States(ClientStore, Protocol):
+    """All that the engine asks of what holds the client states."""
+
+    def blob(self, client: int) -> Blob | None:
+        """The client's state, if it has one; it stays the store's."""
+
+    def keep(self, client: int, blob: Blob) -> None:
+        """Take a blob over as the client's new state."""
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """(client, packed state) of every client that has one."""
+
+    def close(self) -> None:
+        """The engine has ended."""
+
+
 class BlobStore:
     """Client states in memory up to a budget, the least recently used ones on disk beyond it.
 
@@ -196,13 +217,19 @@ class BlobStore:
 
 @dataclass
 class InProcess:
-    """A :class:`furlong.rounds.Transport` on this machine; use it as a context manager."""
+    """A :class:`furlong.rounds.Transport` on this machine; use it as a context manager.
+
+    ``isolate``: even a single client runs in a process of its own, which may die without this one.
+    ``deadline``: seconds for an exchange, 0 for none; it may be changed between exchanges.
+    """
 
     method: Method[Any, Any, Any, Any]
     federation: Federation
     setup: Setup
     workers: int = 1
-    store: BlobStore = field(default_factory=lambda: BlobStore(4 << 30))
+    store: States = field(default_factory=lambda: BlobStore(4 << 30))
+    isolate: bool = False
+    deadline: float = 0.0
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -214,10 +241,23 @@ class InProcess:
             )
         self._networks = Networks()
         self._pool: list[_Worker] = []
-        if self.workers > 1 and _FORK:
-            useful = min(self.workers, len(self.federation.clients))
-            for _ in range(useful if useful > 1 else 0):
+        self._staff()
+
+    def _staff(self) -> None:
+        """Living workers, if clients run in other processes."""
+        device, useful = self.setup.device, min(self.workers, len(self.federation.clients))
+        if (self.deadline or self.isolate) and not can_fork(device):
+            name, value = ("isolate", True) if self.isolate else ("run.deadline", self.deadline)
+            raise FurlongError(
+                f"{name} is {value}, which cannot be kept with --device {device} on "
+                f"{sys.platform}: clients run in this process there, and nothing can stop one. Use "
+                f"--device cpu on Linux, or leave {name} out."
+            )
+        if not self._pool and (useful > 1 or self.deadline or self.isolate) and can_fork(device):
+            for _ in range(max(1, useful)):
                 self._pool.append(_Worker(self))
+        for worker in [w for w in self._pool if not w.process.is_alive()]:
+            self._replace(worker)
 
     def __enter__(self) -> InProcess:
         return self
@@ -254,6 +294,7 @@ class InProcess:
         self, exchange: Exchange, downloads: Mapping[int, Any]
     ) -> Iterator[tuple[int, Report[Any] | Failure]]:
         """Who was asked and what came back, in client order."""
+        self._staff()
         if self._pool:
             yield from self._in_workers(exchange, downloads)
             return
@@ -276,16 +317,27 @@ class InProcess:
         done: dict[int, tuple[Blob, Blob | None] | Failure] = {}
         sent, idle = _Sent(), list(self._pool)
         busy: dict[_Worker, int] = {}
+        until = time.monotonic() + (self.deadline or math.inf)
         try:
-            for client in list(waiting):
+            for client in downloads:
                 while client not in done:
                     # only a few clients ahead of the aggregation: memory stays bounded
-                    while idle and waiting and len(done) + len(busy) < 3 * len(self._pool):
+                    ahead = 3 * len(self._pool) if time.monotonic() < until else 0
+                    while idle and waiting and len(done) + len(busy) < ahead:
                         asked, worker = waiting.pop(0), idle.pop(0)
                         blob = sent.blob(downloads[asked])
                         worker.send(exchange, asked, blob, self.store.blob(asked))
                         busy[worker] = asked
-                    for worker in _readable(self._pool):
+                    heard = _readable(self._pool, until)
+                    # what was said in time has been heard, however late that was
+                    if not heard and time.monotonic() >= until:
+                        reason = f"no answer within {self.deadline:g} s"
+                        for late in (*busy.values(), *waiting):
+                            done[late] = Failure(late, "lost", reason)
+                        for worker in busy:
+                            self._replace(worker)
+                        busy, waiting = {}, []
+                    for worker in heard:
                         # an idle worker has nothing to say: if it is heard, it has died
                         answered = busy.pop(worker, None)
                         reply = worker.receive(-1 if answered is None else answered)
@@ -325,18 +377,20 @@ class InProcess:
 
     def _replace(self, worker: _Worker) -> _Worker:
         """A new worker in the place of a dead or abandoned one."""
+        worker.process.kill()
         worker.end()
         self._pool.remove(worker)
         self._pool.append(_Worker(self))
         return self._pool[-1]
 
 
-def _readable(pool: list[_Worker]) -> list[_Worker]:
-    """Wait until at least one worker has said something, or has died."""
+def _readable(pool: list[_Worker], until: float) -> list[_Worker]:
+    """Who has said something, or has died; waits for it, but not beyond ``until``."""
     with selectors.DefaultSelector() as selector:
         for worker in pool:
             selector.register(worker.socket, selectors.EVENT_READ, worker)
-        return [key.data for key, _ in selector.select()]
+        seconds = min(max(0.0, until - time.monotonic()), 3600.0)  # weeks would overflow
+        return [key.data for key, _ in selector.select(seconds)]
 
 
 class _Sent:
