@@ -162,12 +162,12 @@ def failures(tmp_path: Path) -> list[list[dict[str, Any]]]:
 
 def test_a_node_that_is_away_and_comes_back(tmp_path: Path) -> None:
     wire = Direct(parts(tmp_path))
-    rounds: list[int] = []
 
     def away(node: int, header: dict[str, Any]) -> None:
-        if header["kind"] == "work":
-            rounds.append(header["exchange"]["round"])
-            wire.away = {102} if header["exchange"]["round"] == 0 and node == 101 else set()
+        if header["kind"] == "work" and node == 102 and header["exchange"]["round"] == 0:
+            wire.away = {102}
+        if header["kind"] == "work" and node == 101 and header["exchange"]["round"] == 1:
+            wire.away = set()
 
     wire.before = away
     run = experiment.run(flower(tmp_path, rounds=4), wire=wire)

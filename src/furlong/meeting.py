@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong import checkpoint
-from furlong.assemble import SITES, Members, Prepared, describe_partition, fingerprint, told
+from furlong.assemble import SITES, Members, Prepared, describe_partition, fingerprint, own_size, told
 from furlong.config import Config
 from furlong.engines.remote import DAY, Remote, Roster, Wire, question
 from furlong.errors import FurlongError
@@ -80,6 +80,7 @@ class Meeting:
             raise FurlongError("data = sites needs nodes: give --superlink HOST:PORT.")
         if settings.data.clients is None:
             raise FurlongError("data = sites needs --clients N: how many nodes to wait for.")
+        own_size(settings)
         if not self._begun:
             many, least = settings.data.clients, max(1, settings.train.min_clients)
             roster = self._meet(settings, many)

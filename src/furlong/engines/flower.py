@@ -172,7 +172,11 @@ def simulated(clients: int, state: Path, cpus: float, log: Path) -> Iterator[Gri
                 clients,
                 backend_config={
                     "client_resources": {"num_cpus": cpus, "num_gpus": 0.0},
-                    "init_args": {"include_dashboard": False},
+                    "init_args": {
+                        "include_dashboard": False,
+                        "log_to_driver": False,
+                        "logging_level": "error",
+                    },
                 },
             )
         except BaseException as error:

@@ -102,7 +102,8 @@ class Roster:
         self._known[node] = client if isinstance(client, int) else None
         if isinstance(client, int):
             self.nodes[client] = node
-            self.say(f"{who} is client {client} ({answer.get('images')} images)")
+            if name or answer.get("name"):
+                self.say(f"{who} is client {client} ({answer.get('images')} images)")
         else:
             self.say(f"{who} does not take part: {client}")
 
@@ -171,11 +172,11 @@ class Remote:
         )
         yield from _Talks(self, exchange, downloads).all()
 
-    def finish(self, result: bytes) -> None:
+    def finish(self, result: Any) -> None:
         """The run is over: give every node the encoder, and leave to forget its state."""
         header = {**self.question, "kind": "end"}
         tickets = {
-            self.wire.send(node, {**header, "client": client}, result, 60.0)
+            self.wire.send(node, {**header, "client": client}, bytes(result), 60.0)
             for client, node in self.roster.nodes.items()
         }
         end = time.monotonic() + 30.0
