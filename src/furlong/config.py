@@ -154,6 +154,7 @@ SHORT = {
     "engine": "run.engine",
     "superlink": "flower.superlink",
     "certs": "flower.certs",
+    "insecure": "flower.insecure",
     "bound": "run.bound",
     "strict": "data.strict",
     "out": "run.out",
@@ -342,6 +343,9 @@ def _check(config: Config) -> None:
     ):
         if value < low:
             raise FurlongError(f"{name} is {value}; it must be at least {low}")
+    if config.flower.superlink is not None and run.engine != "flower":
+        link = config.flower.superlink
+        raise FurlongError(f"flower.superlink is {link}, which needs --engine flower.")
     if not 0 <= run.seed < 2**63:
         raise FurlongError(f"run.seed is {run.seed}; it must be at least 0 and below 2**63")
     if not 0 < train.fraction <= 1:
@@ -356,6 +360,8 @@ def _check(config: Config) -> None:
         if not 0 <= number < math.inf:
             raise FurlongError(f"{name} is {number}; it must be at least 0 and finite")
     for name, number in (
+        ("flower.wait", config.flower.wait),
+        ("flower.cpus", config.flower.cpus),
         ("optimiser.lr", config.optimiser.lr),
         ("evaluate.temperature", config.evaluate.temperature),
     ):

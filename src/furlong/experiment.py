@@ -34,6 +34,8 @@ from furlong.runfolder import RunFolder, load_encoder
 from furlong.weights import snapshot
 
 ANEW = ("workers", "device", "run.workers", "run.device", "run.deadline", "train.min_clients")
+ANEW += ("superlink", "certs", "insecure", "flower.superlink", "flower.certs", "flower.insecure")
+ANEW += ("flower.wait", "flower.cpus")
 
 
 @dataclass(frozen=True)
@@ -213,8 +215,8 @@ def resume(
 ) -> Run:
     """Go on with an interrupted run: the result has the same bits as without interruption.
 
-    Only ``workers``, ``device`` (another one rounds differently), ``run.deadline`` and
-    ``train.min_clients`` can be given anew.
+    Only ``workers``, ``device`` (another one rounds differently), ``run.deadline``,
+    ``train.min_clients`` and where the SuperLink is can be given anew.
     """
     path = Path(run_folder)
     for name in overrides or {}:

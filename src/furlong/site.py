@@ -20,7 +20,15 @@ from typing import Any
 import torch
 
 import furlong
-from furlong.assemble import SITES, Participant, own_size, participate, told
+from furlong.assemble import (
+    SITES,
+    Participant,
+    own_size,
+    participate,
+    sent_by,
+    told,
+    without_data,
+)
 from furlong.checkpoint import write_atomically
 from furlong.compress import decode, encode
 from furlong.config import Config, from_tree, without_none
@@ -30,7 +38,14 @@ from furlong.data.images import ImageSet
 from furlong.engines.inprocess import Blob, InProcess, can_fork, describe
 from furlong.engines.remote import PROTOCOL
 from furlong.errors import FurlongError
-from furlong.payload import PayloadError, Weights, pack_tensors, unpack_tensors
+from furlong.payload import (
+    PayloadError,
+    Weights,
+    pack_tensors,
+    parts,
+    traffic,
+    unpack_tensors,
+)
 from furlong.rounds import Failure
 from furlong.runfolder import RunFolder
 from furlong.words import size
@@ -126,6 +141,32 @@ class StateFiles:
         """Nothing to do."""
 
 
+@dataclass(frozen=True)
+class Row:
+    """One field of an answer."""
+
+    when: str
+    field: str
+    tensors: int
+    kind: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What would leave a site."""
+
+    hello: str
+    rows: list[Row]
+    total: int
+    visits: int
+    others: int
+    words: str
+
+
+_KINDS = {"params": "weights", "buffers": "BatchNorm", "features": "features", "scalars": "numbers"}
+
+
 @dataclass
 class Site:
     """One node. ``part``: it takes this part of the data that a run names, instead of ``own``."""
@@ -162,6 +203,39 @@ class Site:
         if self._party is not None:
             self._party[2].close()
             self._party = None
+
+    def check(self) -> int | None:
+        """Read the images before anybody waits for them: how many, as far as that is known yet."""
+        if self.own is None:
+            return None
+        wanted = None if self.agree is None else own_size(self.agree)
+        return len(_loaded(self.own, wanted) if wanted else self.own.load(32))
+
+    def leaving(self, settings: Config) -> Leaving:
+        """What would leave this site in a run of ``settings``."""
+        own = None if self.own is None else _loaded(self.own, own_size(settings))
+        if own is None:
+            party = participate(settings, None, {})
+            sizes, channels = party.federation.sizes, party.federation.images.channels
+        else:
+            count = settings.data.clients or 2
+            sizes, channels = dict.fromkeys(range(count), len(own)), own.channels
+        side = own_size(settings) if own is not None else party.setup.image_size
+        server = without_data(settings, sizes, channels, side)
+        me = min(self.part or 0, max(sizes))
+        rows, total, visits = [], 0, 0
+        for when, flow in sent_by(server).items():
+            times = sum(1 for e in server.exchanges() if e.kind == when.split(",")[0])
+            fields: dict[tuple[str, str], list[int]] = {}
+            for path, kind, _, count in parts(flow["up"]):
+                fields.setdefault((path.split("/")[0], _KINDS[kind]), []).append(count)
+            rows += [Row(when, f, len(each), k, sum(each)) for (f, k), each in fields.items()]
+            if ", later" not in when:
+                total += times * traffic(flow["up"]).total
+                visits += times
+        hello = f"its name ({self.name}), the number of images ({sizes[me]:,}) and of channels"
+        method = settings.make_method()
+        return Leaving(hello, rows, total, visits, len(sizes) - 1, method.leaves)
 
     # ------------------------------------------------------------ may it?
 

@@ -40,6 +40,9 @@ def run(
     workers: int | None = None,
     device: str | None = None,
     engine: str | None = None,
+    superlink: str | None = None,
+    certs: str | None = None,
+    insecure: Annotated[bool | None, Parameter(negative=())] = None,
     bound: str | None = None,
     strict: Annotated[bool | None, Parameter(negative=())] = None,
     out: str | None = None,
@@ -81,7 +84,13 @@ def run(
     device
         auto, cpu, cuda, mps.
     engine
-        inprocess.
+        inprocess, or flower: a simulation on Ray, or with --superlink a real federation.
+    superlink
+        HOST:PORT of the SuperLink (``furlong superlink``), for --engine flower.
+    certs
+        DIR/server of ``furlong certs DIR``, for --superlink.
+    insecure
+        No encryption and no authentication; on 127.0.0.1 only, for trials.
     bound
         none, or single (every client alone), or pooled (all data in one place).
     strict
@@ -97,7 +106,15 @@ def run(
 
 
 @app.command
-def resume(folder: Path, /, *, workers: int | None = None, device: str | None = None) -> None:
+def resume(
+    folder: Path,
+    /,
+    *,
+    workers: int | None = None,
+    device: str | None = None,
+    superlink: str | None = None,
+    certs: str | None = None,
+) -> None:
     """Go on with an interrupted run; the final weights have the same bits as without interruption.
 
     Parameters
@@ -108,8 +125,12 @@ def resume(folder: Path, /, *, workers: int | None = None, device: str | None = 
         Worker processes, if not as before.
     device
         Device, if not as before.
+    superlink
+        HOST:PORT of the SuperLink, if not as before.
+    certs
+        Folder of certificates, if not as before.
     """
-    given = {k: v for k, v in (("workers", workers), ("device", device)) if v is not None}
+    given = {k: v for k, v in locals().items() if k != "folder" and v is not None}
     with watching() as (show, say):
         finished = experiment.resume(folder, given | dotted, show, say)
     _print_run(finished)

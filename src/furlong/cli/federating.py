@@ -1,0 +1,204 @@
+"""Commands of a federation's parties: node, and flower-app for people who use Flower itself."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich.table import Table
+
+from furlong import config
+from furlong.cli.common import app, console, dotted, err
+from furlong.errors import FurlongError
+from furlong.words import size
+
+if TYPE_CHECKING:
+    from furlong.site import Site
+
+
+@app.command
+def node(
+    *,
+    superlink: str | None = None,
+    certs: Path | None = None,
+    data: str | None = None,
+    part: int | None = None,
+    agree: Path | None = None,
+    name: str | None = None,
+    state: Path | None = None,
+    root: str | None = None,
+    images: int | None = None,
+    strict: Annotated[bool, Parameter(negative=())] = False,
+    device: str = "auto",
+    trust_server: Annotated[bool, Parameter(negative=())] = False,
+    insecure: Annotated[bool, Parameter(negative=())] = False,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Take part in a federation with the images of this machine, until Ctrl-C.
+
+    Starts Flower's SuperNode, prints its command, and does its work in this program, with the
+    furlong that is installed here: no code comes from the server. Images, their names and their
+    labels stay; what leaves, ``--dry-run`` shows.
+
+    Parameters
+    ----------
+    superlink
+        HOST:PORT of the server.
+    certs
+        The folder that the coordinator made for this site: ca.crt and node.key.
+    data
+        This site's images: folder:PATH, parquet:PATH, or a named set. Labels are not used.
+    part
+        Instead of --data: this part of the data that a run names and splits, for experiments.
+    agree
+        A configuration file: take part in runs of exactly this configuration, refuse others.
+    name
+        This site's name, where the server does not know it by its key (default: of --certs).
+    state
+        Folder for state between rounds and for learnt encoders (default: ~/.furlong/NAME).
+    root
+        Where a named set lies.
+    images
+        Use at most this many images.
+    strict
+        Unreadable image files are errors.
+    device
+        auto, cpu, cuda, mps.
+    trust_server
+        Let a run name files, folders and code of this machine, for experiments.
+    insecure
+        No certificates, no encryption, no authentication; on 127.0.0.1 only, for trials.
+    dry_run
+        Read the images, show what would leave this site in a run of --agree, and end.
+    """
+    from furlong.site import Own, Site
+
+    if (data is None) == (part is None):
+        raise FurlongError("say which images: --data folder:PATH (or --part K, for experiments).")
+    known = name or (certs.absolute().name if certs is not None else None)
+    agreed = None if agree is None else config.load(agree)
+    site = Site(
+        (state or Path.home() / ".furlong" / (known or f"part-{part}")).absolute(),
+        None if data is None else Own(data, root, strict, images),
+        part,
+        known,
+        agreed,
+        trust_server,
+        device,
+        isolate=True,
+        say=lambda text: console.print(text, markup=False, soft_wrap=True),
+    )
+    if dry_run:
+        _dry_run(site)
+        return
+    if superlink is None or insecure == (certs is not None):
+        raise FurlongError("say --superlink HOST:PORT and --certs FOLDER-OF-THIS-SITE.")
+    _serve(site, superlink, certs)
+
+
+def _serve(site: Site, superlink: str, certs: Path | None) -> None:
+    """A SuperNode and what does its work, until either ends."""
+    import signal
+
+    from furlong import deploy
+    from furlong.certificates import make_secret
+    from furlong.engines.inprocess import keep_freed_memory
+    from furlong.meeting import engine
+    from furlong.ondisk import locked
+
+    flower = engine()
+    if certs is None:
+        err.print(f"warning: {deploy.INSECURE}", style="bold red", markup=False, soft_wrap=True)
+    keep_freed_memory()
+    site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with locked(site.folder):
+        count = site.check()
+        secret, port = site.folder / "executor.secret", deploy.free_port()
+        make_secret(secret)
+        command = deploy.supernode_command(certs, superlink, secret, port=port)
+        settings = deploy.environment(site.folder / "flower")
+        site.say(deploy.shown(command, settings))
+        if count is not None:
+            site.say(f"{count:,} images; they stay here. Ctrl-C ends this node.")
+        try:
+            with deploy.running(command, settings, orphaned=signal.SIGTERM) as child:
+                deploy.wait_healthy(child, "127.0.0.1", port, None)
+                door = flower.Door(f"127.0.0.1:{port}", None, secret)
+                flower.serve(door, site.answer, lambda: child.poll() is None)
+                code = child.returncode
+        except KeyboardInterrupt:
+            site.say("ended")
+            sys.exit(130)
+        finally:
+            site.close()
+    refused = ": the server does not know this site's key" if code == _UNKNOWN_KEY else ""
+    raise FurlongError(f"flower-supernode ended with code {code}{refused}; see above.")
+
+
+_UNKNOWN_KEY = 305 % 256  # Flower's exit code, as the system passes it on
+
+
+def _dry_run(site: Site) -> None:
+    """Fields and bytes of every kind of answer, and the words of the method about them."""
+    if site.agree is None:
+        raise FurlongError("--dry-run needs --agree CONFIG: what leaves depends on the method.")
+    leaving = site.leaving(site.agree)
+    table = Table("when", "field", "tensors", "what", "bytes")
+    for column in (2, 4):
+        table.columns[column].justify = "right"
+    for row in leaving.rows:
+        table.add_row(row.when, row.field, f"{row.tensors:,}", row.kind, size(row.bytes))
+    console.print(f"Once: {leaving.hello}", markup=False, soft_wrap=True)
+    console.print("Each time this site takes part in:")
+    console.print(table)
+    console.print(
+        f"In all {size(leaving.total)} in {leaving.visits:,} answers, if it is asked every time "
+        f"(other sites of the same size: {leaving.others}).",
+        soft_wrap=True,
+    )
+    console.print(f"What that may reveal: {leaving.words}", markup=False, soft_wrap=True)
+    console.print(
+        "With every answer: the number of images, the loss and other means of the training, and an "
+        "error's text if it fails. Never: images, file names, paths, labels.",
+        soft_wrap=True,
+    )
+
+
+@app.command(name="flower-app")
+def flower_app(
+    folder: Annotated[Path, Parameter(name="DIR")],
+    config_file: Annotated[Path | None, Parameter(name="CONFIG")] = None,
+    /,
+) -> None:
+    """Write a Flower app for ``flwr run``, for people who operate a federation already.
+
+    Every key can be overridden there: ``flwr run DIR NAME -c 'train.rounds=50'``.
+
+    Parameters
+    ----------
+    folder
+        A new folder for the app.
+    config_file
+        A TOML file; ``--section.key`` options override it.
+    """
+    from furlong.meeting import engine
+
+    settings = config.load(config_file, dict(dotted))
+    if folder.exists() and any(folder.iterdir()):
+        raise FurlongError(f"{folder} is not empty: choose another folder.")
+    text = engine().bundle({k: v for k, v in asdict(settings).items() if k != "flower"})
+    with suppress(FileExistsError):
+        folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(text)
+    console.print(f"wrote {folder / 'pyproject.toml'}. Next:", markup=False, soft_wrap=True)
+    console.print(f"  flwr run {folder} SUPERLINK --stream", markup=False, soft_wrap=True)
+    console.print(
+        "on each node: flower-supernode … --node-config 'data=\"folder:/data/scans\" "
+        "name=\"hospital-a\"' (with data.name = sites), or 'partition-id=0'.",
+        markup=False,
+        soft_wrap=True,
+    )
