@@ -423,3 +423,22 @@ def test_silence_of_all_stops_a_run_that_needs_somebody(prepared: Any) -> None:
         pytest.raises(FurlongError, match=r"0 of 3 clients.*no answer within 0.3 s.*resume"),
     ):
         list(server.run(p.federation, transport, server.init()))
+
+
+def test_a_new_worker_holds_no_states(prepared: Any) -> None:
+    """They would stay in memory after the parent has replaced them."""
+    p = prepared("fedsimclr")
+    method = faulty(p, how="hang")
+    with InProcess(method, p.federation, p.setup, 2, deadline=0.5) as transport:
+        for client in (0, 2):
+            transport.store.put(client, pack({"t": torch.zeros(1000)}))
+        old = {w.process.pid for w in transport._pool}
+        list(transport.exchange(p.server.exchanges()[0], {1: p.server.init()}))
+        [new] = {w.process.pid for w in transport._pool} - old
+        folder = Path(f"/proc/{new}/fd")
+        for _ in range(100):  # until it has begun
+            held = [link for fd in folder.iterdir() if "memfd" in (link := os.readlink(fd))]
+            if not held:
+                break
+            time.sleep(0.02)
+    assert not held

@@ -36,7 +36,7 @@ FEDERATION = {
 }
 LEAVES = {"aggregation", "losses", "clustering", "weights", "payload", "nets", "metrics"}
 LEAVES |= {"errors", "figures", "words", "peernorm", "sensor", "optim", "instahide", "ondisk"}
-LEAVES |= {"papers", "significance", "tsne"}
+LEAVES |= {"papers", "significance", "tsne", "compress"}
 
 
 def name_of(path: Path) -> str:

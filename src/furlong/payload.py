@@ -194,7 +194,11 @@ def pack_tensors(
 
 def unpack(buffer: Any) -> Any:
     """The payload in ``buffer``; its tensors are views of it. Raises :class:`PayloadError`."""
-    tensors, metadata = unpack_tensors(buffer)
+    return restored(*unpack_tensors(buffer))
+
+
+def restored(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Any:
+    """The payload whose tree is in the metadata. Raises :class:`PayloadError`."""
     try:
         return rebuild(json.loads(metadata["furlong"]), tensors)
     except (KeyError, TypeError, ValueError, RecursionError) as error:

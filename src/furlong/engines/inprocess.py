@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -67,13 +68,16 @@ def keep_freed_memory() -> None:
 # ---------------------------------------------------------------- memory that can be handed over
 
 
-@dataclass
+@dataclass(eq=False)
 class Blob:
     """Packed bytes behind a file descriptor (in memory), or in a file."""
 
     size: int
     fd: int | None = None
     path: Path | None = None
+
+    def __post_init__(self) -> None:
+        _BLOBS.add(self)
 
     @classmethod
     def of(cls, value: Any) -> Blob:
@@ -123,6 +127,9 @@ class Blob:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
             self.path = None
+
+
+_BLOBS: WeakSet[Blob] = WeakSet()
 
 
 def _anonymous(size: int) -> int:
@@ -482,6 +489,9 @@ def _work(engine: InProcess, server: socket.socket, other: socket.socket, parent
     """A worker's life: until the connection closes or the parent dies."""
     for inherited in (other, *(worker.socket for worker in engine._pool)):
         inherited.close()  # or the others would not notice when the parent closes theirs
+    for blob in _BLOBS:  # or a worker that replaces another would hold all states of that moment
+        if blob.fd is not None:
+            os.close(blob.fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
     if os.getppid() != parent:
