@@ -338,7 +338,9 @@ class Site:
         if isinstance(report, Failure):
             self.say(f"round {exchange.round + 1}: {report.reason}")
             return {"failed": report.kind, "reason": report.reason}, b""
-        base, left = (None, None) if how == "exact" else (down, store.residual(client))
+        # a report's weights as differences to what the server sent, where names are the same
+        base = None if how == "exact" else {"upload": down}
+        left = None if how == "exact" else store.residual(client)
         packed, left = encode(report, how, base, left)
         if left:
             store.put(client, pack_tensors(left, {}), "residual")

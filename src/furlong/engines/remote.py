@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 import furlong
-from furlong.compress import Encoding, decode, encode
+from furlong.compress import How, decode, encode
 from furlong.context import Exchange
 from furlong.errors import FurlongError
 from furlong.method import Report
@@ -141,7 +141,7 @@ class Remote:
     wait: float = 600.0  # seconds for enough nodes to connect
     need: int = 1  # nodes to wait for
     slice_bytes: int = 64 << 20
-    encoding: Encoding = "exact"
+    encoding: How = "exact"
 
     def __enter__(self) -> Remote:
         return self
@@ -311,15 +311,15 @@ class _Talks:
 class _Packed:
     """The packed form of the download sent last: most methods send the same object to everybody."""
 
-    def __init__(self, encoding: Encoding) -> None:
-        self._encoding: Encoding = "exact" if encoding == "exact" else "float16"
+    def __init__(self, encoding: How) -> None:
+        self._encoding: How = "exact" if encoding == "exact" else "float16"
         self._value: Any = None
         self._packed: tuple[bytes, Any] | None = None
 
     def of(self, value: Any) -> tuple[bytes, Any]:
         if self._packed is None or value is not self._value:
             packed = bytes(encode(value, self._encoding)[0])
-            base = None if self._encoding == "exact" else decode(packed)
+            base = None if self._encoding == "exact" else {"upload": decode(packed)}
             self._value, self._packed = value, (packed, base)
         return self._packed
 
