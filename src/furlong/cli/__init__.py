@@ -5,11 +5,21 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from furlong.cli import asking, comparing, measuring, training, using
+from furlong.cli import asking, comparing, deploying, measuring, training, using
 from furlong.cli.common import app, dotted, err
 from furlong.errors import FurlongError
 
-__all__ = ["app", "asking", "comparing", "main", "measuring", "take_dotted", "training", "using"]
+__all__ = [
+    "app",
+    "asking",
+    "comparing",
+    "deploying",
+    "main",
+    "measuring",
+    "take_dotted",
+    "training",
+    "using",
+]
 
 TAKE_SETTINGS = ("run", "resume", "evaluate", "partition", "cost", "compare")
 
