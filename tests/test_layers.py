@@ -33,10 +33,12 @@ FEDERATION = {
     "compare",
     "comparison",
     "mapping",
+    "meeting",
+    "site",
 }
 LEAVES = {"aggregation", "losses", "clustering", "weights", "payload", "nets", "metrics"}
 LEAVES |= {"errors", "figures", "words", "peernorm", "sensor", "optim", "instahide", "ondisk"}
-LEAVES |= {"papers", "significance", "tsne", "compress"}
+LEAVES |= {"papers", "significance", "tsne", "compress", "certificates", "deploy"}
 
 
 def name_of(path: Path) -> str:
@@ -59,6 +61,13 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def modules(path: Path) -> set[str]:
+    """All modules that a file imports, wherever in it."""
+    tree = ast.parse(path.read_text())
+    found = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    return found | {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_respect_the_layers(path: Path) -> None:
     me, top = name_of(path), name_of(path).split(".")[0]
@@ -68,19 +77,18 @@ def test_imports_respect_the_layers(path: Path) -> None:
     elif top == "methods":
         assert tops <= LEAVES | {"data", "method", "context", "methods"}
     elif top in ("rounds", "guard", "engines", "federation", "method", "context"):
+        if me == "engines.flower":  # Flower starts a run through it
+            tops -= {"experiment", "config"}
         assert not tops & {"methods", "experiment", "cli", "config", "report"}
     elif top == "cli":
         assert "rounds" not in tops
-    if me != "engines.flower":
-        assert "flwr" not in path.read_text()
+    if me != "engines.flower":  # its programs may be named elsewhere
+        assert "flwr" not in {name.split(".")[0] for name in modules(path)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_pickle(path: Path) -> None:
     """No pickle, nothing that unpickles, and no torchvision."""
-    tree = ast.parse(path.read_text())
-    modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    modules |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     banned = (
         "pickle",
         "cPickle",
@@ -91,8 +99,8 @@ def test_no_pickle(path: Path) -> None:
         "marshal",
         "torchvision",
     )
-    assert not {m for m in modules if m.split(".")[0] in banned}
-    code = ast.unparse(tree)
+    assert not {m for m in modules(path) if m.split(".")[0] in banned}
+    code = ast.unparse(ast.parse(path.read_text()))
     assert not re.search(r"torch\.(load|save)\b", code)
     assert not re.search(r"allow_pickle\s*=\s*True", code)
     assert not re.search(r"\b(eval|exec)\(", re.sub(r"\.(eval|exec)\(", "", code))

@@ -26,7 +26,7 @@ from furlong.methods.fedsimclr import FedSimCLR
 class Bad(FedSimCLR):
     how: str = "sleep"
     def local_update(self, state, down, ctx):
-        if ctx.client == 1 and ctx.exchange.round == 1:
+        if ctx.client == 2 and ctx.exchange.round == 1:
             if self.how == "sleep":
                 time.sleep(3600)
             if self.how == "die":
@@ -52,7 +52,7 @@ def test_one_bad_node(tmp_path: Path, how: str, kind: str, reason: str) -> None:
     sites = parts(tmp_path, isolate=True, code=True)
     experiment.run(settings, wire=Direct(sites))
     found = failures(tmp_path)
-    assert [[f["client"] for f in line] for line in found] == [[], [1], []]
+    assert [[f["client"] for f in line] for line in found] == [[], [2], []]
     assert found[1][0]["kind"] == kind
     assert reason in found[1][0]["reason"]
 

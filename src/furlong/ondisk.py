@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import shutil
@@ -47,6 +48,18 @@ def replacing(path: Path, force: bool = False) -> Iterator[Path]:
     finally:
         if draft.exists():
             draft.unlink()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Refuse a second process in ``folder``; the lock ends with this one, however it ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            # a record lock, because workers must not inherit it and outlive their parent
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise FurlongError(f"another process is working in {folder}.") from None
+        yield
 
 
 def write(path: Path, tensor: Tensor) -> None:

@@ -8,17 +8,17 @@ report.html · federation.json, nodes/, flower.log (on Flower)
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from furlong import ondisk
 from furlong.checkpoint import write_atomically
 from furlong.data.augment import preset
 from furlong.errors import FurlongError
@@ -84,16 +84,9 @@ class RunFolder:
             )
         return rows
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Refuse a second process; the lock ends with this one, however it ends."""
-        with (self.path / ".lock").open("w") as file:
-            try:
-                # a record lock, because workers must not inherit it and outlive their parent
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise FurlongError(f"another process is working in {self.path}.") from None
-            yield
+    def locked(self) -> AbstractContextManager[None]:
+        """Refuse a second process."""
+        return ondisk.locked(self.path)
 
     def discard(self) -> None:
         """Remove a folder in which nothing has been written yet."""

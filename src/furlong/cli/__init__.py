@@ -5,13 +5,24 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from furlong.cli import asking, comparing, measuring, training, using
+from furlong.cli import asking, comparing, deploying, federating, measuring, training, using
 from furlong.cli.common import app, dotted, err
 from furlong.errors import FurlongError
 
-__all__ = ["app", "asking", "comparing", "main", "measuring", "take_dotted", "training", "using"]
+__all__ = [
+    "app",
+    "asking",
+    "comparing",
+    "deploying",
+    "federating",
+    "main",
+    "measuring",
+    "take_dotted",
+    "training",
+    "using",
+]
 
-TAKE_SETTINGS = ("run", "resume", "evaluate", "partition", "cost", "compare")
+TAKE_SETTINGS = ("run", "resume", "evaluate", "partition", "cost", "compare", "flower-app")
 
 
 def take_dotted(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:

@@ -13,6 +13,7 @@ Four ways in, one engine behind them (``engines.remote`` at the server, ``site``
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -55,6 +56,7 @@ from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 import furlong
+from furlong.certificates import node_keys
 from furlong.engines.remote import Letter
 from furlong.errors import FurlongError
 
@@ -272,17 +274,7 @@ def door(superlink: str, certs: Path | None, insecure: bool) -> tuple[Door, dict
     if not (certs / "ca.crt").is_file():
         raise FurlongError(f"--certs {certs}: there is no ca.crt in it. 'furlong certs' makes one.")
     secret = certs / "superexec.secret"
-    keys = {path.stem: path.read_bytes() for path in sorted((certs / "nodes").glob("*.pub"))}
-    names = {_pem(key): name for name, key in keys.items()}
-    return Door(superlink, certs / "ca.crt", secret if secret.is_file() else None), names
-
-
-def _pem(key: bytes) -> bytes:
-    """An OpenSSH public key in the form in which Flower knows it."""
-    from cryptography.hazmat.primitives import serialization as form
-
-    public = form.load_ssh_public_key(key)
-    return public.public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
+    return Door(superlink, certs / "ca.crt", secret if secret.is_file() else None), node_keys(certs)
 
 
 @contextmanager
@@ -330,8 +322,6 @@ def _own_task(door: Door) -> str:
         interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr-cli")],
     )
     content = build_fab_from_files({"pyproject.toml": bundle({}).encode()})[0]
-    import hashlib
-
     fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
     started = control.StartRun(StartRunRequest(fab=fab_to_proto(fab)))
     control.close()
