@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Direct:
         self.down, self.up = down, up
         self.letters: dict[str, Letter] = {}
         self.sent: list[tuple[int, dict[str, Any], int]] = []
-        self.before: Callable[[int, dict[str, Any]], None] = lambda node, header: None
+        self.before: Callable[[int, dict[str, Any]], None] = lambda *_: None
 
     def nodes(self) -> dict[int, str | None]:
         return {node: self.names.get(node) for node in self.sites if node not in self.away}
@@ -143,10 +144,8 @@ def test_server_killed_at_any_message_goes_on_with_the_same_bits(
 
     wire.before = kill
     settings = flower(tmp_path, method, **{"optimiser.persist": True})
-    try:
+    with suppress(Killed):
         experiment.run(settings, wire=wire)
-    except Killed:
-        pass
     again = Direct(parts(tmp_path))
     run = experiment.resume(tmp_path / "run", wire=again)
     assert weights(run) == in_process(tmp_path, method, **{"optimiser.persist": True})

@@ -17,7 +17,7 @@ from furlong import experiment
 from furlong.config import from_tree
 from furlong.site import Own, Site, StateFiles
 
-BAD = '''
+BAD = """
 import os, signal, time
 from dataclasses import dataclass
 from furlong.methods.fedsimclr import FedSimCLR
@@ -33,7 +33,7 @@ class Bad(FedSimCLR):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("the scanner is on fire")
         return super().local_update(state, down, ctx)
-'''
+"""
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,9 @@ def test_states_of_exchanges_that_can_be_gone_back_to(tmp_path: Path) -> None:
     for exchange in range(6):
         store.at(3, exchange, oldest=max(0, exchange - 1))
         before = store.get(3)
-        assert (before and bytes(before)) == (f"after {exchange - 1}".encode() if exchange else None)
+        assert (before and bytes(before)) == (
+            f"after {exchange - 1}".encode() if exchange else None
+        )
         store.put(3, f"after {exchange}".encode())
     kept = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert kept == [f"00003-{n:06d}.state.safetensors" for n in (3, 4, 5)]
@@ -123,7 +125,8 @@ def test_lossy_transport(tmp_path: Path, encoding: str) -> None:
     assert max(up) < max(exact_sizes) * {"float16": 0.56, "int8": 0.32}[encoding]
     assert kept
     ours, theirs = (
-        torch.cat([p.detach().flatten() for p in made.encoder.parameters()]) for made in (lossy, run)
+        torch.cat([p.detach().flatten() for p in made.encoder.parameters()])
+        for made in (lossy, run)
     )
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
     assert weights(lossy) != weights(run)
@@ -144,9 +147,7 @@ def test_what_would_leave(tmp_path: Path) -> None:
     assert {row.kind for row in leaving.rows} <= {"weights", "BatchNorm", "numbers"}
     once = sum(row.bytes for row in leaving.rows)
     assert leaving.total == 7 * once
-    run = experiment.run(
-        tiny("fedsimclr", out=str(tmp_path / "run"), **{"evaluate.probe": "none"})
-    )
+    run = experiment.run(tiny("fedsimclr", out=str(tmp_path / "run"), **{"evaluate.probe": "none"}))
     line = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert abs(line["bytes_up"] / 3 - once) < 200  # the report's own numbers
 

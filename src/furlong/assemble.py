@@ -291,9 +291,7 @@ def _ruled(
     return Ruled(method, settings.server)
 
 
-def _setup(
-    settings: Config, method: Method[Any, Any, Any, Any], federation: Federation
-) -> Setup:
+def _setup(settings: Config, method: Method[Any, Any, Any, Any], federation: Federation) -> Setup:
     """What every party knows, alike at the server and at a client."""
     images, train = federation.images, settings.train
     height = images.size[0]
@@ -445,9 +443,9 @@ def own_size(settings: Config) -> int:
 def told(settings: Config) -> dict[str, Any]:
     """What nodes are told of a configuration: no path, no address, nothing of evaluation."""
     tree = asdict(settings)
-    shared = ("images", "image_size", "partition", "clients", "group_by", "strict", "name")
-    if settings.data.name == SITES:
-        shared = ("image_size", "name")
+    shared = ["image_size", "name"]
+    if settings.data.name != SITES:
+        shared += ["images", "partition", "clients", "group_by", "strict"]
     augment = augmentation(settings, settings.make_method())
     return {
         **{section: tree[section] for section in ("method", "model", "train", "optimiser")},

@@ -33,9 +33,9 @@ from furlong.rounds import ExchangeResult, draw_cohort, shuffled, threads
 from furlong.runfolder import RunFolder, load_encoder
 from furlong.weights import snapshot
 
-ANEW = ("workers", "device", "run.workers", "run.device", "run.deadline", "train.min_clients")
-ANEW += ("superlink", "certs", "insecure", "flower.superlink", "flower.certs", "flower.insecure")
-ANEW += ("flower.wait", "flower.cpus")
+ANEW = {"workers", "device", "run.workers", "run.device", "run.deadline", "train.min_clients"}
+ANEW |= {"superlink", "certs", "insecure", "flower.superlink", "flower.certs", "flower.insecure"}
+ANEW |= {"flower.wait", "flower.cpus"}
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def run(
     folder, say = RunFolder.create(out), say or (lambda _: None)
     with folder.locked(), _meeting(settings, folder, say, wire) as meeting:
         try:
-            prepared = prepare(settings, members=meeting and meeting.members())
+            prepared = prepare(settings, members=None if meeting is None else meeting.members())
         except BaseException:
             folder.discard()
             raise
@@ -240,7 +240,7 @@ def resume(
         for left in path.glob(f"{SPILL}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         with _meeting(settings, folder, say, wire) as meeting:
-            prepared = prepare(settings, members=meeting and meeting.members())
+            prepared = prepare(settings, members=None if meeting is None else meeting.members())
             split = describe_partition(prepared.train, prepared.split)
             if (folder.read("partition.json") or {}).get("fingerprint") != split["fingerprint"]:
                 raise FurlongError(

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from furlong import checkpoint
-from furlong.assemble import SITES, Members, Prepared, describe_partition, fingerprint, own_size, told
+from furlong.assemble import (
+    SITES,
+    Members,
+    Prepared,
+    describe_partition,
+    fingerprint,
+    own_size,
+    told,
+)
 from furlong.config import Config
 from furlong.engines.remote import DAY, Remote, Roster, Wire, question
 from furlong.errors import FurlongError

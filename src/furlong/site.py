@@ -384,11 +384,15 @@ class Site:
         if self._party is None or self._party[0] != digest:
             self.close()
             sizes = {int(k): int(n) for k, n in (header.get("sizes") or {}).items()}
-            own = self.own and _loaded(self.own, own_size(settings))
+            own = None if self.own is None else _loaded(self.own, own_size(settings))
             party = participate(settings, own, sizes)
             isolate = self.isolate and can_fork(party.setup.device)
             engine = InProcess(
-                party.method, party.federation, party.setup, isolate=isolate, store=StateFiles(Path())
+                party.method,
+                party.federation,
+                party.setup,
+                isolate=isolate,
+                store=StateFiles(Path()),
             )
             self._party = digest, party, engine
         return self._party[1]

@@ -197,7 +197,7 @@ def flower_app(
     console.print(f"wrote {folder / 'pyproject.toml'}. Next:", markup=False, soft_wrap=True)
     console.print(f"  flwr run {folder} SUPERLINK --stream", markup=False, soft_wrap=True)
     console.print(
-        "on each node: flower-supernode … --node-config 'data=\"folder:/data/scans\" "
+        'on each node: flower-supernode … --node-config \'data="folder:/data/scans" '
         "name=\"hospital-a\"' (with data.name = sites), or 'partition-id=0'.",
         markup=False,
         soft_wrap=True,

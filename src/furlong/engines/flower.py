@@ -22,10 +22,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
@@ -59,6 +58,9 @@ import furlong
 from furlong.certificates import node_keys
 from furlong.engines.remote import Letter
 from furlong.errors import FurlongError
+
+if TYPE_CHECKING:
+    from furlong.site import Site
 
 BEAT = 10.0  # seconds between two signs of life of a task
 _HEADER, _BODY = "furlong", "body"
@@ -435,34 +437,29 @@ server_app = ServerApp()
 @client_app.train()
 def _answer(message: Message, context: Context) -> Message:
     """A node of plain Flower: everything is loaded in this process, which may serve several."""
-    part = context.node_config.get("partition-id")
-    site = _site(
-        str(context.node_config.get("state", os.environ.get("FURLONG_STATE", ""))),
-        str(context.node_config.get("data", "")),
-        None if part is None else int(part),
-    )
+    site, part = _site(context.node_config), context.node_config.get("partition-id")
+    site.part = None if part is None or site.own is not None else int(part)
     return Message(_content(*site.answer(*_read(message.content))), reply_to=message)
 
 
-@cache
-def _party_of(state: str) -> list[Any]:
-    """The last site of this process: the next one can take over what it has loaded."""
-    return []
-
-
-def _site(state: str, data: str, part: int | None) -> Any:
+def _site(given: Mapping[str, Any]) -> Site:
+    """The site of this process: the clients of a simulation share what it has loaded."""
     from furlong.engines.inprocess import keep_freed_memory
     from furlong.site import Own, Site
 
-    last = _party_of(state)
-    if not last:
+    state, data = os.environ.get("FURLONG_STATE"), given.get("data")
+    name = None if given.get("name") is None else str(given["name"])
+    key = (name, data)
+    if key not in _SITES:
         keep_freed_memory()
-        folder = Path(state) if state else Path.home() / ".furlong"
+        folder = Path(str(given.get("state", state or Path.home() / ".furlong" / (name or "node"))))
+        own = None if data is None else Own(str(data))
         # a simulation's clients are this very program: it may name its own files and folders
-        last.append(Site(folder, Own(data) if data else None, code=bool(state) and not data))
-    site = last[0]
-    site.part = None if site.own else part
-    return site
+        _SITES[key] = Site(folder, own, name=name, code=state is not None)
+    return _SITES[key]
+
+
+_SITES: dict[tuple[str | None, Any], Site] = {}
 
 
 @server_app.main()
@@ -475,7 +472,9 @@ def _main(grid: Grid, context: Context) -> None:
     say: Callable[[str], None] = lambda text: print(text, flush=True)  # noqa: E731
 
     def show(status: experiment.Status) -> None:
-        say(f"exchange {status.done} of {status.total}" + "".join(f"\n{f}" for f in status.failures))
+        say(
+            f"exchange {status.done} of {status.total}" + "".join(f"\n{f}" for f in status.failures)
+        )
 
     wire = GridWire(grid)
     if resume:

@@ -201,9 +201,7 @@ class _Talk:
 class _Talks:
     """All talks of one exchange."""
 
-    def __init__(
-        self, remote: Remote, exchange: Exchange, downloads: Downloads[Any, Any]
-    ) -> None:
+    def __init__(self, remote: Remote, exchange: Exchange, downloads: Downloads[Any, Any]) -> None:
         self._remote, self._exchange, self._downloads = remote, exchange, downloads
         self._end = time.monotonic() + remote.deadline
         self._waiting = list(downloads)
