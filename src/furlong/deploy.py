@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -280,6 +281,22 @@ def wait_healthy(
 
 def healthy(host: str, port: int, authority: Path | None) -> bool:
     """Whether one of Flower's programs answers there."""
+    answer = _answer(host, port, authority)
+    return answer is not None and answer.status == 200
+
+
+def clock_ahead(host: str, port: int, authority: Path | None) -> float | None:
+    """Seconds by which our clock is ahead of that of the server or its nginx, if it answers.
+
+    A SuperLink refuses nodes that are more than 5 s ahead or 305 s behind, and they end without
+    saying why.
+    """
+    answer = _answer(host, port, authority)
+    date = None if answer is None else answer.headers.get("date")
+    return None if date is None else time.time() - parsedate_to_datetime(date).timestamp()
+
+
+def _answer(host: str, port: int, authority: Path | None) -> http.client.HTTPResponse | None:
     # not with a library that asks the environment for proxies
     if authority is None:
         connection = http.client.HTTPConnection(host, port, timeout=5)
@@ -289,14 +306,14 @@ def healthy(host: str, port: int, authority: Path | None) -> bool:
     with closing(connection):
         try:
             connection.request("GET", "/health")
-            return connection.getresponse().status == 200
+            return connection.getresponse()
         except ssl.SSLCertVerificationError as error:
             raise FurlongError(
                 f"what answers at {host}:{port} has no certificate of {authority}: "
                 f"{error.verify_message}"
             ) from None
         except (OSError, http.client.HTTPException):
-            return False
+            return None
 
 
 def _leave(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
