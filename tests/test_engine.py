@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -430,14 +431,19 @@ def test_a_new_worker_holds_no_states(prepared: Any) -> None:
     p = prepared("fedsimclr")
     method = faulty(p, how="hang")
     with InProcess(method, p.federation, p.setup, 2, deadline=0.5) as transport:
+        states = set()
         for client in (0, 2):
             transport.store.put(client, pack({"t": torch.zeros(1000)}))
+            blob = transport.store.blob(client)
+            assert blob is not None
+            states.add(os.stat(f"/proc/self/fd/{blob.fd}").st_ino)
         old = {w.process.pid for w in transport._pool}
         list(transport.exchange(p.server.exchanges()[0], {1: p.server.init()}))
         [new] = {w.process.pid for w in transport._pool} - old
-        folder = Path(f"/proc/{new}/fd")
         for _ in range(100):  # until it has begun
-            held = [link for fd in folder.iterdir() if "memfd" in (link := os.readlink(fd))]
+            held = set(states)
+            with suppress(FileNotFoundError):  # it is just closing one
+                held &= {fd.stat().st_ino for fd in Path(f"/proc/{new}/fd").iterdir()}
             if not held:
                 break
             time.sleep(0.02)
