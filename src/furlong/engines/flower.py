@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from furlong.site import Site
 
 BEAT = 10.0  # seconds between two signs of life of a task
+PATIENCE = 60.0  # seconds without a SuperLink or SuperNode until that is an error
 _HEADER, _BODY = "furlong", "body"
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _ERRORS = {
@@ -243,21 +244,23 @@ class Door:
     ca: Path | None = None  # none: without TLS
     secret: Path | None = None  # of executors
 
-    def client(self, *interceptors: Any) -> RuntimeHttpClient:
-        """A client of its Runtime API."""
+    def client(self, *interceptors: Any, patience: float = 0.0) -> RuntimeHttpClient:
+        """A client of its Runtime API, which tries again for some seconds."""
+        again = make_simple_http_retry_invoker()
+        again.max_time = patience
         return RuntimeHttpClient.from_server_address(
             server_address=self.address,
             insecure=self.ca is None,
             root_certificates=None if self.ca is None else self.ca.read_bytes(),
             interceptors=list(interceptors),
-            retry_invoker=make_simple_http_retry_invoker(),
+            retry_invoker=again if patience else None,
         )
 
     def executor(self) -> RuntimeHttpClient:
         """One that may ask for tasks."""
         interceptors: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
         if self.secret is not None:
-            secret = self.secret.read_bytes().strip()
+            secret = self.secret.read_bytes()
             interceptors.append(
                 SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=_ACQUIRE)
             )
@@ -290,6 +293,7 @@ def connected(door: Door, names: Mapping[bytes, str] | None = None) -> Iterator[
             root_certificates=None if door.ca is None else door.ca.read_bytes(),
             token=token,
         )
+        grid._retry_invoker.max_time = PATIENCE
         client = grid._runtime_client
         task = client.PullTaskInput(PullTaskInputRequest())
         TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
@@ -413,6 +417,7 @@ def _do(door: Door, token: str, answer: Answering) -> None:
     client = door.client(
         RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
         RuntimeTokenHttpInterceptor(token),
+        patience=PATIENCE,
     )
     status, details = SubStatus.FAILED, "the question could not be taken"
     context = None
