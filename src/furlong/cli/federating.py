@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.table import Table
@@ -100,10 +104,11 @@ def node(
     _serve(site, superlink, certs)
 
 
-def _serve(site: Site, superlink: str, certs: Path | None) -> None:
-    """A SuperNode and what does its work, until either ends."""
-    import signal
+REFUSED_FOR = 75.0  # seconds: so long a SuperLink holds the place of a node that died
 
+
+def _serve(site: Site, superlink: str, certs: Path | None) -> None:
+    """A SuperNode and what does its work; a SuperNode that ends is started again."""
     from furlong import deploy
     from furlong.certificates import make_secret
     from furlong.engines.inprocess import keep_freed_memory
@@ -115,31 +120,58 @@ def _serve(site: Site, superlink: str, certs: Path | None) -> None:
         err.print(f"warning: {deploy.INSECURE}", style="bold red", markup=False, soft_wrap=True)
     keep_freed_memory()
     site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    secret, served = site.folder / "executor.secret", site.folder / "served"
+
+    def answer(header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        served.touch()  # the server knows this site's key
+        return site.answer(header, body)
+
     with locked(site.folder):
         count = site.check()
-        secret, port = site.folder / "executor.secret", deploy.free_port()
         make_secret(secret)
-        command = deploy.supernode_command(certs, superlink, secret, port=port)
-        settings = deploy.environment(site.folder / "flower")
-        site.say(deploy.shown(command, settings))
         if count is not None:
             site.say(f"{count:,} images; they stay here. Ctrl-C ends this node.")
+        began = time.time()
         try:
-            with deploy.running(command, settings, orphaned=signal.SIGTERM) as child:
-                deploy.wait_healthy(child, "127.0.0.1", port, None)
-                door = flower.Door(f"127.0.0.1:{port}", None, secret)
-                flower.serve(door, site.answer, lambda: child.poll() is None)
-                code = child.returncode
+            while True:
+                port = deploy.free_port()
+                command = deploy.supernode_command(certs, superlink, secret, port=port)
+                settings = deploy.environment(site.folder / "flower")
+                os.environ.update(settings)  # no proxy for what is on this machine
+                site.say(deploy.shown(command, settings))
+                with deploy.running(command, settings, orphaned=signal.SIGTERM) as child:
+                    while child.poll() is None and not deploy.healthy("127.0.0.1", port, None):
+                        time.sleep(0.2)
+                    door = flower.Door(f"127.0.0.1:{port}", None, secret)
+                    flower.serve(door, answer, lambda: child.poll() is None, site.say)
+                    code = child.returncode
+                last = max(began, served.stat().st_mtime) if served.exists() else 0.0
+                if time.time() > last + REFUSED_FOR:
+                    break
+                site.say(f"flower-supernode ended with code {code}; starting it again")
+                time.sleep(3.0)
         except KeyboardInterrupt:
             site.say("ended")
             sys.exit(130)
         finally:
             site.close()
-    refused = ": the server does not know this site's key" if code == _UNKNOWN_KEY else ""
-    raise FurlongError(f"flower-supernode ended with code {code}{refused}; see above.")
+    raise FurlongError(f"flower-supernode ended with code {code}: {_why(superlink, certs, code)}")
 
 
-_UNKNOWN_KEY = 305 % 256  # Flower's exit code, as the system passes it on
+def _why(superlink: str, certs: Path | None, code: int) -> str:
+    """What a SuperNode's end means; Flower does not always say."""
+    from furlong import deploy
+
+    if code == 1:
+        return (
+            "if the text above has 'exit code 305', the server does not know this site's key, or "
+            "another node uses it. Ask the coordinator to add node.pub ('furlong certs --add')."
+        )
+    authority = None if certs is None else certs / "ca.crt"
+    ahead = deploy.clock_ahead(*deploy.split_address(superlink), authority)
+    if ahead is not None and not -300 < ahead < 4:
+        return f"this machine's clock is {ahead:.0f} s ahead of the server's; set it (NTP)."
+    return "see above. The server may have revoked this site's key."
 
 
 def _dry_run(site: Site) -> None:

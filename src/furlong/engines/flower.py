@@ -56,6 +56,7 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 
 import furlong
 from furlong.certificates import node_keys
+from furlong.engines.inprocess import describe
 from furlong.engines.remote import Letter
 from furlong.errors import FurlongError
 
@@ -394,7 +395,9 @@ def _explained(door: Door) -> Iterator[None]:
 Answering = Callable[[Mapping[str, Any], bytes], tuple[dict[str, Any], bytes]]
 
 
-def serve(door: Door, answer: Answering, alive: Callable[[], bool]) -> None:
+def serve(
+    door: Door, answer: Answering, alive: Callable[[], bool], say: Callable[[str], None]
+) -> None:
     """Do the tasks of the SuperNode behind ``door``, one at a time, while ``alive()``."""
     executor = door.executor()
     wanted = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
@@ -405,7 +408,10 @@ def serve(door: Door, answer: Answering, alive: Callable[[], bool]) -> None:
                 if got.HasField("task") and got.token:
                     _do(door, str(got.token), answer)
                     continue
-            except httpx.HTTPError:  # the SuperNode is restarting, or ending
+            except httpx.HTTPError:  # the SuperNode is ending, or the run has ended
+                time.sleep(0.5)
+            except Exception as error:  # a task that cannot be done must not end the node
+                say(f"a task failed: {describe(error)}")
                 time.sleep(0.5)
             time.sleep(0.1)
     finally:
