@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from furlong.site import Site
 
 BEAT = 10.0  # seconds between two signs of life of a task
-PATIENCE = 60.0  # seconds without a SuperLink or SuperNode until that is an error
+PATIENCE = 20.0  # seconds without a SuperLink or SuperNode until that is an error
 _HEADER, _BODY = "furlong", "body"
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _ERRORS = {
