@@ -458,12 +458,12 @@ def test_a_program_that_does_not_start(tmp_path: Path) -> None:
         pytest.raises(FurlongError, match="ended with code 3"),
         deploy.running(["sh", "-c", "exit 3"], {}) as child,
     ):
-        deploy.wait_healthy(child, "127.0.0.1", port, None)
+        deploy.wait_healthy(child, "127.0.0.1", port, None, Path("a.log"))
     with (
         pytest.raises(FurlongError, match="nothing answers"),
         deploy.running(["sleep", "60"], {}, tmp_path / "log") as child,
     ):
-        deploy.wait_healthy(child, "0.0.0.0", port, None, patience=0.3)
+        deploy.wait_healthy(child, "0.0.0.0", port, None, Path("a.log"), patience=0.3)
 
 
 # ---------------------------------------------------------------- who may take part

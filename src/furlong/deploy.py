@@ -262,6 +262,7 @@ def wait_healthy(
     host: str,
     port: int,
     authority: Path | None,
+    log: Path,
     patience: float = 60.0,
 ) -> None:
     """Wait until the child answers; with ``authority`` (ca.crt), over TLS that is verified."""

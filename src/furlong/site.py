@@ -233,7 +233,7 @@ class Site:
             if ", later" not in when:
                 total += times * traffic(flow["up"]).total
                 visits += times
-        hello = f"its name ({self.name}), the number of images ({sizes[me]:,}) and of channels"
+        hello = f"its name ({self.name or 'that of its key'}), the number of images ({sizes[me]:,}) and of channels"
         method = settings.make_method()
         return Leaving(hello, rows, total, visits, len(sizes) - 1, method.leaves)
 

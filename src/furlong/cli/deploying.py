@@ -172,11 +172,13 @@ def superlink(
         _warn(f"{certs}/server.pem ends on {about.until:%Y-%m-%d}: 'furlong certs DIR --renew'")
     settings = deploy.environment(folder / "flower")
     authority = None if certs is None else certs / "ca.crt"
+    log = folder / "superlink.log"
     _say(deploy.shown(command, settings))
+    _say(f"what it says: {log}")
     deploy.require_free_port(host, port)
     try:
-        with locked(folder), deploy.running(command, settings) as child:
-            deploy.wait_healthy(child, host, port, authority)
+        with locked(folder), deploy.running(command, settings, log) as child:
+            deploy.wait_healthy(child, host, port, authority, log)
             deploy.write_connection(folder / "flower", host, port, authority)
             look = (lambda: ()) if certs is None else deploy.Roster(certs, folder).update
             for line in look():
@@ -186,7 +188,7 @@ def superlink(
                 for line in look():
                     _say(line)
                 time.sleep(LOOK_EVERY)
-            raise FurlongError(f"flower-superlink ended with code {child.returncode}.")
+            raise FurlongError(f"flower-superlink ended with code {child.returncode}; see {log}.")
     except KeyboardInterrupt:
         _say("ended")
         sys.exit(130)

@@ -121,6 +121,7 @@ def _serve(site: Site, superlink: str, certs: Path | None) -> None:
     keep_freed_memory()
     site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     secret, served = site.folder / "executor.secret", site.folder / "served"
+    log = site.folder / "flower.log"
 
     def answer(header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         served.touch()  # the server knows this site's key
@@ -139,7 +140,7 @@ def _serve(site: Site, superlink: str, certs: Path | None) -> None:
                 settings = deploy.environment(site.folder / "flower")
                 os.environ.update(settings)  # no proxy for what is on this machine
                 site.say(deploy.shown(command, settings))
-                with deploy.running(command, settings, orphaned=signal.SIGTERM) as child:
+                with deploy.running(command, settings, log, signal.SIGTERM) as child:
                     while child.poll() is None and not deploy.healthy("127.0.0.1", port, None):
                         time.sleep(0.2)
                     door = flower.Door(f"127.0.0.1:{port}", None, secret)
@@ -148,30 +149,32 @@ def _serve(site: Site, superlink: str, certs: Path | None) -> None:
                 last = max(began, served.stat().st_mtime) if served.exists() else 0.0
                 if time.time() > last + REFUSED_FOR:
                     break
-                site.say(f"flower-supernode ended with code {code}; starting it again")
+                site.say(f"flower-supernode ended with code {code} (see {log}); starting it again")
                 time.sleep(3.0)
         except KeyboardInterrupt:
             site.say("ended")
             sys.exit(130)
         finally:
             site.close()
-    raise FurlongError(f"flower-supernode ended with code {code}: {_why(superlink, certs, code)}")
+    raise FurlongError(
+        f"flower-supernode ended with code {code} (see {log}): {_why(superlink, certs, log)}"
+    )
 
 
-def _why(superlink: str, certs: Path | None, code: int) -> str:
+def _why(superlink: str, certs: Path | None, log: Path) -> str:
     """What a SuperNode's end means; Flower does not always say."""
     from furlong import deploy
 
-    if code == 1:
+    if "305" in log.read_text(errors="replace")[-2000:]:
         return (
-            "if the text above has 'exit code 305', the server does not know this site's key, or "
-            "another node uses it. Ask the coordinator to add node.pub ('furlong certs --add')."
+            "the server does not know this site's key, or another node uses it. Ask the "
+            "coordinator to add node.pub ('furlong certs DIR --add node.pub')."
         )
     authority = None if certs is None else certs / "ca.crt"
     ahead = deploy.clock_ahead(*deploy.split_address(superlink), authority)
     if ahead is not None and not -300 < ahead < 4:
         return f"this machine's clock is {ahead:.0f} s ahead of the server's; set it (NTP)."
-    return "see above. The server may have revoked this site's key."
+    return "the server may have revoked this site's key."
 
 
 def _dry_run(site: Site) -> None:

@@ -110,10 +110,10 @@ class GridWire:
         self.stopped = False
 
     def nodes(self) -> dict[int, str | None]:
-        """Connected nodes, with the name of the file that their public key came from."""
+        """Connected nodes by the names of their keys; if keys are known, no others."""
         self._check()
-        found = self._grid.get_nodes()
-        return {node.node_id: self._names.get(bytes(node.public_key)) for node in found}
+        found = {n.node_id: self._names.get(bytes(n.public_key)) for n in self._grid.get_nodes()}
+        return {node: name for node, name in found.items() if name is not None or not self._names}
 
     def send(self, node: int, header: dict[str, Any], body: bytes, seconds: float) -> str:
         """A message; identical bodies are stored once by Flower, as chunks named by their hash."""
