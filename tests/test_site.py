@@ -14,8 +14,9 @@ from conftest import tiny
 from test_remote import Direct, failures, flower, hello, in_process, parts, weights
 
 from furlong import experiment
+from furlong.assemble import told
 from furlong.config import from_tree
-from furlong.site import Own, Site, StateFiles
+from furlong.site import Own, Site, StateFiles, without_paths
 
 BAD = """
 import os, signal, time
@@ -157,3 +158,36 @@ def test_features_are_called_features(tmp_path: Path) -> None:
     settings = from_tree({}, {**given, "method.bank": 16, "method.neighbours": 3}, "test")
     rows = Site(tmp_path, Own("shapes", limit=50), name="amber").leaving(settings).rows
     assert any(row.kind == "features" for row in rows)
+
+
+# ---------------------------------------------------------------- what must not leave
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("No such file: '/data/my scans/x.png'", "No such file: …"),
+        (
+            "OSError: cannot open /data/scans/x.png (folder.py:12)",
+            "OSError: cannot open … (folder.py:12)",
+        ),
+        ("folder:/data/scans is empty", "… is empty"),
+        ("scans/amber/1.png is damaged", "… is damaged"),
+        ("training diverged: upload", "training diverged: upload"),
+    ],
+)
+def test_paths_are_cut_out(text: str, safe: str) -> None:
+    assert without_paths(text) == safe
+
+
+def test_a_folder_that_vanished_is_not_named_to_the_server(tmp_path: Path) -> None:
+    said: list[str] = []
+    site = Site(tmp_path, Own(f"folder:{tmp_path / 'gone'}"), name="amber", say=said.append)
+    given = {"method": "fedsimclr", "data": "sites", "data.image_size": 16, "clients": 2}
+    told_ = told(from_tree({}, given, "test"))
+    answer, _ = site.answer({**hello(), "config": told_})
+    assert answer == {
+        "failed": "raised",
+        "reason": "the site's images cannot be read; its own log says why",
+    }
+    assert any("gone" in text for text in said)

@@ -272,7 +272,7 @@ def wait_healthy(
     while time.monotonic() < until:
         if child.poll() is not None:
             raise FurlongError(
-                f"the program for {where} ended with code {child.returncode}; see what it said."
+                f"the program for {where} ended with code {child.returncode}; see {log}."
             )
         if healthy(host, port, authority):
             return

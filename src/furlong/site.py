@@ -50,6 +50,7 @@ from furlong.rounds import Failure
 from furlong.runfolder import RunFolder
 from furlong.words import size
 
+_PATH = re.compile(r"'[^'\n]*/[^'\n]*'|\"[^\"\n]*/[^\"\n]*\"|[^\s'\"(]*/[^\s'\")]*")
 _RUN = re.compile(r"[0-9a-f]{16,64}")
 Answer = tuple[dict[str, Any], bytes]
 
@@ -69,15 +70,14 @@ class Own:
 
     def load(self, image_size: int) -> ImageSet:
         """All images, brought to squares."""
-        found = data.load(
+        return data.load(
             self.name,
             "train",
             root=self.root,
             strict=self.strict,
             limit=self.limit,
             image_size=image_size,
-        )
-        return found.unlabelled()
+        ).unlabelled()
 
 
 class StateFiles:
@@ -193,10 +193,10 @@ class Site:
             return kind(header, body)
         except Refusal as error:
             self.say(f"refused: {error}")
-            return {"refused": str(error)}, b""
+            return {"refused": without_paths(str(error))}, b""
         except Exception as error:
             self.say(f"failed: {describe(error)}")
-            return {"failed": "raised", "reason": describe(error)}, b""
+            return {"failed": "raised", "reason": without_paths(describe(error))}, b""
 
     def close(self) -> None:
         """End the worker."""
@@ -233,7 +233,8 @@ class Site:
             if ", later" not in when:
                 total += times * traffic(flow["up"]).total
                 visits += times
-        hello = f"its name ({self.name or 'that of its key'}), the number of images ({sizes[me]:,}) and of channels"
+        name = self.name or "that of its key"
+        hello = f"its name ({name}), the number of images ({sizes[me]:,}) and of channels"
         method = settings.make_method()
         return Leaving(hello, rows, total, visits, len(sizes) - 1, method.leaves)
 
@@ -292,7 +293,7 @@ class Site:
     def _hello(self, header: Mapping[str, Any], _: bytes) -> Answer:
         settings = self.settings(header)
         if self.own is not None:
-            images = _loaded(self.own, own_size(settings))
+            images = self._images(settings)
             count, channels, mark = len(images), images.channels, None
         else:
             party = self._participant(header, settings).federation
@@ -337,7 +338,7 @@ class Site:
         ((_, report),) = engine.exchange(exchange, {client: down})
         if isinstance(report, Failure):
             self.say(f"round {exchange.round + 1}: {report.reason}")
-            return {"failed": report.kind, "reason": report.reason}, b""
+            return {"failed": report.kind, "reason": without_paths(report.reason)}, b""
         # a report's weights as differences to what the server sent, where names are the same
         base = None if how == "exact" else {"upload": down}
         left = None if how == "exact" else store.residual(client)
@@ -374,6 +375,15 @@ class Site:
             self.say(f"the run has ended; its encoder is in {kept}")
         return {"ended": True}, b""
 
+    def _images(self, settings: Config) -> ImageSet:
+        """The site's own images; what is wrong with them is said here, and not to the server."""
+        assert self.own is not None
+        try:
+            return _loaded(self.own, own_size(settings))
+        except FurlongError as error:
+            self.say(f"the images cannot be read: {error}")
+            raise FurlongError("the site's images cannot be read; its own log says why") from None
+
     def _run(self, header: Mapping[str, Any]) -> Path:
         return self.folder / "runs" / str(header["run"])
 
@@ -384,7 +394,7 @@ class Site:
         if self._party is None or self._party[0] != digest:
             self.close()
             sizes = {int(k): int(n) for k, n in (header.get("sizes") or {}).items()}
-            own = None if self.own is None else _loaded(self.own, own_size(settings))
+            own = None if self.own is None else self._images(settings)
             party = participate(settings, own, sizes)
             isolate = self.isolate and can_fork(party.setup.device)
             engine = InProcess(
@@ -410,6 +420,11 @@ _FREE = ("train.fraction", "train.min_clients", "train.server_threads", "data.cl
 def _loaded(own: Own, image_size: int) -> ImageSet:
     """A site's images, read once."""
     return own.load(image_size)
+
+
+def without_paths(text: str) -> str:
+    """An error's text as it may leave a site: what looks like a path is cut out."""
+    return _PATH.sub("…", text)
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -93,7 +93,7 @@ class Roster:
                 self._meet(node, letter.header)
 
     def _meet(self, node: int, answer: dict[str, Any]) -> None:
-        reason = answer.get("refused")
+        reason = answer.get("refused", answer.get("reason"))
         name = self._names[node]
         client = self.admit(node, answer, name) if reason is None else str(reason)[:500]
         who = name or answer.get("name") or f"node {node}"
