@@ -245,7 +245,7 @@ def test_partition_depends_on_the_seed(furlong_: Call) -> None:
         ("run --optimizer.lr 0.2", "Did you mean 'optimiser'?"),
         ("run --optimiser.lr fast", "optimiser.lr is 'fast'; it must be a number"),
         ("run --bound singel", "Did you mean 'single'?"),
-        ("run --engine flowers", "Valid: inprocess"),
+        ("run --engine flowers", "Valid: flower, inprocess"),
         ("run --data shape", "Did you mean 'shapes'?"),
         ("run --data folder:nowhere", "there is no folder nowhere"),
         ("run --data.augment fedo --data.images 50", "fedu"),

@@ -61,10 +61,13 @@ def test_short_options_are_those_of_the_command() -> None:
     assert set(config.SHORT) == set(inspect.signature(cli.training.run).parameters) - {
         "config_file"
     }
-    given = {"strict": "yes", "engine": "inprocess", "bound": "single", "method": "fedema"}
+    given = {"strict": "yes", "engine": "inprocess", "bound": "single", "insecure": "yes"}
+    given["method"] = "fedema"
     for short, dotted in config.SHORT.items():
         value = given.get(short, "2" if short != "fraction" else "0.5")
-        assert from_tree({}, {short: value}, "x") == from_tree({}, {dotted: value}, "x")
+        more = {"run.engine": "flower"} if short == "superlink" else {}
+        ours, theirs = {short: value, **more}, {dotted: value, **more}
+        assert from_tree({}, ours, "x") == from_tree({}, theirs, "x")
 
 
 def test_dashes_and_underscores_are_the_same() -> None:

@@ -58,6 +58,8 @@ def test_commands_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     assert not dotted or given[0] in ("run", "resume", "evaluate", "partition")
     options = {k: v for k, v in bound.arguments.items() if k in config.SHORT}
     file = bound.arguments.get("config_file")
+    if given[0] == "node":  # its options are not those of a run
+        return
     config.load(file if file and file.exists() else None, options | dotted)
 
 

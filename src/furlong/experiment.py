@@ -303,12 +303,12 @@ def _go(
                 show(_status(counters, line, done, len(exchanges)))
         encoders = prepared.encoders(state)
         weights, about = snapshot(next(iter(encoders.values()))), _about(prepared)
-        folder.save_encoder(weights, about)
         transport.finish(pack_tensors(weights, {"about": json.dumps(about)}))
     summary = _summary(prepared, counters, state)
     if evaluator.possible:
         whose = {"random": random_encoder, **encoders}
         summary["results"] = _results(evaluator, whose, prepared.classifiers(state))
+    folder.save_encoder(weights, about)
     folder.write("summary.json", summary)
     if server.folder is not None:  # what clients sent, of use only to a run that goes on
         shutil.rmtree(server.folder, ignore_errors=True)
