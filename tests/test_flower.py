@@ -143,7 +143,8 @@ def test_an_unknown_node_is_refused(federation: Federation, tmp_path: Path) -> N
     federation.call("certs", str(tmp_path / "other"), "--own-key", "stranger")
     authority = (federation.folder / "certs" / "server" / "ca.crt").read_bytes()
     (tmp_path / "other" / "ca.crt").write_bytes(authority)
-    words = ("--certs", str(tmp_path / "other"), "--state", str(tmp_path / "s"), "--part", "0")
+    words = ("--certs", str(tmp_path / "other"), "--state", str(tmp_path / "s"))
+    words += ("--part", "0", "--patience", "0")
     said = federation.call("node", "--superlink", federation.address, *words, code=2)
     assert "does not know this site's key" in said
     assert "Traceback" not in said

@@ -140,9 +140,7 @@ def load_data(
     train = data.load(d.name, "train", limit=d.images, **options)
     notes = list(train.notes)
     if train.skipped:
-        names = ", ".join(f"{s.name} ({s.reason})" for s in train.skipped[:10])
-        more = ", …" if len(train.skipped) > 10 else ""
-        notes.append(f"skipped {len(train.skipped)} unreadable file(s): {names}{more}")
+        notes.append(skipped(train))
     if train.labels is None:
         notes.append("the images have no labels: no accuracy will be measured")
         return train, None, notes
@@ -159,6 +157,13 @@ def load_data(
         rest = order[cut:] if d.images == own.data.images else order[cut:][: d.images]
         test, train = train.subset(order[:cut][: d.test_images]), train.subset(rest.sort()[0])
     return train, test, notes
+
+
+def skipped(images: ImageSet) -> str:
+    """The files that could not be read, by name."""
+    names = ", ".join(f"{s.name} ({s.reason})" for s in images.skipped[:10])
+    more = ", …" if len(images.skipped) > 10 else ""
+    return f"skipped {len(images.skipped)} unreadable file(s): {names}{more}"
 
 
 def grouping(settings: Config) -> str | None:
@@ -392,6 +397,7 @@ def prepare(
             settings.data,
             name=absolute(settings.data.name),
             public=settings.data.public and absolute(settings.data.public),
+            partition=SITES if members is not None else settings.data.partition,
             augment=augmentation(settings, method),
             clients=len(split.indices),
         ),

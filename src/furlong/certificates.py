@@ -432,12 +432,21 @@ server {{
 
 
 def public_port(server: Path) -> int | None:
-    """The port in site.conf, which its owner may have changed."""
+    """The port in site.conf that sites reach, which its owner may have changed."""
+    return _port(server, r"^\s*listen\s+(?:\S*:)?(\d+)\b")
+
+
+def superlink_port(server: Path) -> int | None:
+    """The port in site.conf that requests are passed on to."""
+    return _port(server, r"^\s*proxy_pass\s+https://127\.0\.0\.1:(\d+)/")
+
+
+def _port(server: Path, line: str) -> int | None:
     try:
         text = (server / "site.conf").read_text()
     except OSError:
         return None
-    found = re.search(r"^\s*listen\s+(?:\S*:)?(\d+)\b", text, re.MULTILINE)
+    found = re.search(line, text, re.MULTILINE)
     return int(found[1]) if found else None
 
 

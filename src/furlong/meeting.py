@@ -110,6 +110,8 @@ class Meeting:
         old = sorted(range(len(self._sites)), key=lambda k: str(self._sites[k]["name"]))
         roster.renumber({before: now for now, before in enumerate(old)})
         self._sites = [self._sites[k] for k in old]
+        names = (f"{k}: {site['name']}" for k, site in enumerate(self._sites))
+        self._say(f"the clients of this run are {', '.join(names)}")
 
     def _admit(self, node: int, answer: dict[str, Any], key: str | None) -> int | str:
         """A node's client number, or why it cannot take part."""
@@ -154,7 +156,8 @@ class Meeting:
         self._folder.write("federation.json", {**about, "channels": self._channels})
         if self._prepared is not None:
             about = describe_partition(self._prepared.train, self._prepared.split)
-            self._folder.write("partition.json", about)
+            names = {"names": [site["name"] for site in self._sites]} if self._sites else {}
+            self._folder.write("partition.json", {**about, **names})
 
     # ------------------------------------------------------------ the engine
 

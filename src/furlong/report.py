@@ -376,7 +376,12 @@ def split_drawings(split: Mapping[str, Any]) -> Iterator[Drawing]:
     spread = f"{min(sizes):,}" + (f" to {max(sizes):,}" if min(sizes) < max(sizes) else "")
     held = f"Partition {split['partition']}: {len(sizes):,} clients with {spread} images each."
     if counts is None:
-        yield Drawing(figures.sizes(sizes), f"{held} The images have no labels.", "partition")
+        names = split.get("names")
+        more = "The images have no labels."
+        if names:
+            listed = ", ".join(f"{k}: {name}" for k, name in enumerate(names))
+            more = f"The images are on the sites ({listed})."
+        yield Drawing(figures.sizes(sizes), f"{held} {more}", "partition")
         return
     measured = (
         f" β-CIB {split['beta_cib']:.4f} bits; β-hetero {split['beta_hetero_m2']:.4f} bits"

@@ -26,6 +26,7 @@ from furlong.assemble import (
     own_size,
     participate,
     sent_by,
+    skipped,
     told,
     without_data,
 )
@@ -208,12 +209,16 @@ class Site:
         """Read the images before anybody waits for them: how many, as far as that is known yet."""
         if self.own is None:
             return None
-        wanted = None if self.agree is None else own_size(self.agree)
-        return len(_loaded(self.own, wanted) if wanted else self.own.load(32))
+        found = _loaded(self.own, 32 if self.agree is None else own_size(self.agree))
+        if found.skipped:
+            self.say(skipped(found))
+        return len(found)
 
     def leaving(self, settings: Config) -> Leaving:
         """What would leave this site in a run of ``settings``."""
         own = None if self.own is None else _loaded(self.own, own_size(settings))
+        if own is not None and own.skipped:
+            self.say(skipped(own))
         if own is None:
             party = participate(settings, None, {})
             sizes, channels = party.federation.sizes, party.federation.images.channels
@@ -369,9 +374,10 @@ class Site:
         shutil.rmtree(run, ignore_errors=True)
         if body and self.own is not None:
             weights, metadata = unpack_tensors(bytearray(body))
-            kept = self.folder / "encoders" / run.name
-            kept.mkdir(parents=True, exist_ok=True)
-            RunFolder(kept).save_encoder(weights, json.loads(metadata["about"]))
+            about = json.loads(metadata["about"])
+            for kept in (self.folder / "encoders" / run.name, self.folder / "encoder"):
+                kept.mkdir(parents=True, exist_ok=True)
+                RunFolder(kept).save_encoder(weights, about)
             self.say(f"the run has ended; its encoder is in {kept}")
         return {"ended": True}, b""
 

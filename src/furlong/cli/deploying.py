@@ -91,7 +91,9 @@ def certs(
         _say(f"Compare that with what the site says, and send it {folder / name / 'ca.crt'}")
     elif revoke is not None:
         kept = certificates.revoke_node(folder, revoke)
-        _say(f"{revoke} is refused as soon as furlong superlink runs (key kept in {kept}).")
+        _say(f"{revoke} is refused within seconds by a furlong superlink (key kept in {kept}).")
+            f"{revoke} is refused by a furlong superlink that runs, in seconds (key kept in {kept})."
+        )
     else:
         made = certificates.make_certs(
             folder,
@@ -124,7 +126,7 @@ def superlink(
     *,
     certs: Path | None = None,
     host: str = "127.0.0.1",
-    port: int = 8000,
+    port: int | None = None,
     state: Path | None = None,
     exposed: Annotated[bool, Parameter(negative=())] = False,
     insecure: Annotated[bool, Parameter(negative=())] = False,
@@ -141,7 +143,7 @@ def superlink(
     host
         Address to listen on. Nodes come through nginx, so this machine is enough.
     port
-        Port to listen on.
+        Port to listen on (default: as nginx passes on to it, 8000).
     state
         Folder for the SuperLink's database (default: CERTS/state).
     exposed
@@ -150,12 +152,14 @@ def superlink(
         No certificates, no encryption, no authentication; on 127.0.0.1 only, for trials.
     """
     from furlong import deploy
-    from furlong.certificates import make_secret, read_server
+    from furlong.certificates import SUPERLINK_PORT, make_secret, read_server, superlink_port
     from furlong.ondisk import locked
 
     if insecure == (certs is not None):
         raise FurlongError("say --certs DIR/server ('furlong certs' makes it), or --insecure")
     about = None if certs is None else read_server(certs)
+    if port is None:
+        port = (None if certs is None else superlink_port(certs)) or SUPERLINK_PORT
     folder = state or (Path("superlink-state") if certs is None else certs / "state")
     command = deploy.superlink_command(certs, folder, host=host, port=port, exposed=exposed)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -196,11 +200,11 @@ def superlink(
 
 def _after_start(certs: Path | None, about: ServerCertificate | None, host: str, port: int) -> None:
     """What to do next, in plain words."""
-    from furlong.certificates import PUBLIC_PORT, public_port
+    from furlong.certificates import PUBLIC_PORT, public_port, superlink_port
 
     here = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     run = f"furlong run CONFIG --engine flower --superlink {here}"
-    node = "furlong node --data folder:/data/scans"
+    node = "furlong node --data folder:/data/scans --agree CONFIG"
     _say("\nThe SuperLink is ready; Ctrl-C ends it. Next:")
     if certs is None or about is None:
         _say(f"  a node:  {node} --superlink {here} --insecure")
@@ -214,7 +218,7 @@ def _after_start(certs: Path | None, about: ServerCertificate | None, host: str,
     _say(f"  at a site:     {node} --superlink {outside} --certs FOLDER-OF-THE-SITE")
     _say(f"  a run:         {run} --certs {shlex.quote(str(certs))}\n")
     site = certs / "site.conf"
-    if site.exists() and f"127.0.0.1:{port}/" not in site.read_text():
+    if superlink_port(certs) not in (None, port):
         _warn(f"{site} passes on to another port than {port}: change proxy_pass there, or --port.")
 
 

@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from subprocess import Popen
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from rich.table import Table
@@ -40,6 +41,7 @@ def node(
     device: str = "auto",
     trust_server: Annotated[bool, Parameter(negative=())] = False,
     insecure: Annotated[bool, Parameter(negative=())] = False,
+    patience: float = 75.0,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Take part in a federation with the images of this machine, until Ctrl-C.
@@ -76,6 +78,9 @@ def node(
         Let a run name files, folders and code of this machine, for experiments.
     insecure
         No certificates, no encryption, no authentication; on 127.0.0.1 only, for trials.
+    patience
+        Seconds to try again for when the server refuses this node: so long it holds the place of
+        one that died, and a key may be registered late.
     dry_run
         Read the images, show what would leave this site in a run of --agree, and end.
     """
@@ -101,13 +106,12 @@ def node(
         return
     if superlink is None or insecure == (certs is not None):
         raise FurlongError("say --superlink HOST:PORT and --certs FOLDER-OF-THIS-SITE.")
-    _serve(site, superlink, certs)
+    if agreed is None:
+        site.say("without --agree this node takes part in any run that the server begins")
+    _serve(site, superlink, certs, patience)
 
 
-REFUSED_FOR = 75.0  # seconds: so long a SuperLink holds the place of a node that died
-
-
-def _serve(site: Site, superlink: str, certs: Path | None) -> None:
+def _serve(site: Site, superlink: str, certs: Path | None, patience: float) -> None:
     """A SuperNode and what does its work; a SuperNode that ends is started again."""
     from furlong import deploy
     from furlong.certificates import make_secret
@@ -120,19 +124,14 @@ def _serve(site: Site, superlink: str, certs: Path | None) -> None:
         err.print(f"warning: {deploy.INSECURE}", style="bold red", markup=False, soft_wrap=True)
     keep_freed_memory()
     site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    secret, served = site.folder / "executor.secret", site.folder / "served"
-    log = site.folder / "flower.log"
-
-    def answer(header: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-        served.touch()  # the server knows this site's key
-        return site.answer(header, body)
-
+    secret, log = site.folder / "executor.secret", site.folder / "flower.log"
     with locked(site.folder):
+        deploy.supernode_command(certs, superlink, secret, port=1)  # are the files there?
         count = site.check()
         make_secret(secret)
         if count is not None:
             site.say(f"{count:,} images; they stay here. Ctrl-C ends this node.")
-        began = time.time()
+        last = time.monotonic()
         try:
             while True:
                 port = deploy.free_port()
@@ -144,12 +143,17 @@ def _serve(site: Site, superlink: str, certs: Path | None) -> None:
                     while child.poll() is None and not deploy.healthy("127.0.0.1", port, None):
                         time.sleep(0.2)
                     door = flower.Door(f"127.0.0.1:{port}", None, secret)
-                    flower.serve(door, answer, lambda: child.poll() is None, site.say)
+                    watch = _Watch(child, log, superlink, site.say)
+                    flower.serve(door, site.answer, watch.alive, site.say)
                     code = child.returncode
-                last = max(began, served.stat().st_mtime) if served.exists() else 0.0
-                if time.time() > last + REFUSED_FOR:
+                if watch.connected:
+                    last = time.monotonic()
+                if time.monotonic() > last + patience:
                     break
-                site.say(f"flower-supernode ended with code {code} (see {log}); starting it again")
+                site.say(
+                    f"flower-supernode ended with code {code}: {_why(superlink, certs, log)} "
+                    "Trying again."
+                )
                 time.sleep(3.0)
         except KeyboardInterrupt:
             site.say("ended")
@@ -161,14 +165,39 @@ def _serve(site: Site, superlink: str, certs: Path | None) -> None:
     )
 
 
+class _Watch:
+    """Says when a SuperNode has reached the server, or has not for a while."""
+
+    def __init__(
+        self, child: Popen[bytes], log: Path, superlink: str, say: Callable[[str], None]
+    ) -> None:
+        self._child, self._log, self._superlink, self._say = child, log, superlink, say
+        self._from, self._told = log.stat().st_size, False
+        self._began = self._looked = time.monotonic()
+        self.connected = False
+
+    def alive(self) -> bool:
+        """Whether the SuperNode runs."""
+        now = time.monotonic()
+        if not self.connected and now > self._looked + 1:
+            self._looked = now
+            self.connected = b"SuperNode ID" in self._log.read_bytes()[self._from :]
+            if self.connected:
+                self._say(f"connected to {self._superlink}; waiting for work")
+            elif now > self._began + 15 and not self._told:
+                self._told = True
+                self._say(f"{self._superlink} cannot be reached yet; trying on (see {self._log})")
+        return self._child.poll() is None
+
+
 def _why(superlink: str, certs: Path | None, log: Path) -> str:
     """What a SuperNode's end means; Flower does not always say."""
     from furlong import deploy
 
     if "305" in log.read_text(errors="replace")[-2000:]:
         return (
-            "the server does not know this site's key, or another node uses it. Ask the "
-            "coordinator to add node.pub ('furlong certs DIR --add node.pub')."
+            "the server does not know this site's key (the coordinator adds it by 'furlong certs "
+            "DIR --add node.pub'), has revoked it, or another node uses it."
         )
     authority = None if certs is None else certs / "ca.crt"
     ahead = deploy.clock_ahead(*deploy.split_address(superlink), authority)
@@ -188,7 +217,7 @@ def _dry_run(site: Site) -> None:
     for row in leaving.rows:
         table.add_row(row.when, row.field, f"{row.tensors:,}", row.kind, size(row.bytes))
     console.print(f"Once: {leaving.hello}", markup=False, soft_wrap=True)
-    console.print("Each time this site takes part in:")
+    console.print("In each answer:")
     console.print(table)
     console.print(
         f"In all {size(leaving.total)} in {leaving.visits:,} answers, if it is asked every time "

@@ -48,7 +48,6 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
-from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
     from furlong.site import Site
 
 BEAT = 10.0  # seconds between two signs of life of a task
-PATIENCE = 20.0  # seconds without a SuperLink or SuperNode until that is an error
+PATIENCE = 20.0  # seconds without a SuperLink until that is an error
 _HEADER, _BODY = "furlong", "body"
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _ERRORS = {
@@ -245,16 +244,16 @@ class Door:
     ca: Path | None = None  # none: without TLS
     secret: Path | None = None  # of executors
 
-    def client(self, *interceptors: Any, patience: float = 0.0) -> RuntimeHttpClient:
-        """A client of its Runtime API, which tries again for some seconds."""
-        again = make_simple_http_retry_invoker()
-        again.max_time = patience
+    def client(self, *interceptors: Any) -> RuntimeHttpClient:
+        """A client of its Runtime API.
+
+        Without Flower's way of trying again: on a 401 that interrupts the whole process.
+        """
         return RuntimeHttpClient.from_server_address(
             server_address=self.address,
             insecure=self.ca is None,
             root_certificates=None if self.ca is None else self.ca.read_bytes(),
             interceptors=list(interceptors),
-            retry_invoker=again if patience else None,
         )
 
     def executor(self) -> RuntimeHttpClient:
@@ -295,6 +294,7 @@ def connected(door: Door, names: Mapping[bytes, str] | None = None) -> Iterator[
             token=token,
         )
         grid._retry_invoker.max_time = PATIENCE
+        grid._retry_invoker.should_giveup = _hopeless
         client = grid._runtime_client
         task = client.PullTaskInput(PullTaskInputRequest())
         TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
@@ -318,6 +318,13 @@ def connected(door: Door, names: Mapping[bytes, str] | None = None) -> Iterator[
             with suppress(httpx.HTTPError):
                 client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
             grid.close()
+
+
+def _hopeless(error: Exception) -> bool:
+    """Whether trying again cannot help."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        return False
+    return error.response.status_code not in (502, 503, 504)
 
 
 def _own_task(door: Door) -> str:
@@ -381,12 +388,12 @@ def _explained(door: Door) -> Iterator[None]:
     except httpx.HTTPStatusError as error:
         raise FurlongError(
             f"the SuperLink at {door.address} refused a request ({error.response.status_code}): "
-            f"{error.response.text[:300]}. What was saved stays; 'furlong resume RUN' goes on."
+            f"{error.response.text[:300]}. A run that has begun goes on with 'furlong resume'."
         ) from None
     except (httpx.HTTPError, OSError) as error:
         raise FurlongError(
             f"no SuperLink can be reached at {door.address} ({error}). Is it running, and is the "
-            "certificate for this address? What was saved stays; 'furlong resume RUN' goes on."
+            "certificate for this address? A run that has begun goes on with 'furlong resume'."
         ) from None
 
 
@@ -423,7 +430,6 @@ def _do(door: Door, token: str, answer: Answering) -> None:
     client = door.client(
         RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
         RuntimeTokenHttpInterceptor(token),
-        patience=PATIENCE,
     )
     status, details = SubStatus.FAILED, "the question could not be taken"
     context = None

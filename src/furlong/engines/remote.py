@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import furlong
@@ -70,6 +70,7 @@ class Roster:
     ) -> None:
         self.wire, self.hello, self.admit, self.say = wire, hello, admit, say
         self.nodes: dict[int, int] = {}  # client -> node, of those that are connected
+        self.names: dict[int, str] = {}  # client -> name, of those that have one
         self._asked: dict[str, int] = {}  # ticket of a hello -> node
         self._known: dict[int, int | None] = {}  # node -> client, or None if it was refused
         self._names: Mapping[int, str | None] = {}
@@ -103,13 +104,15 @@ class Roster:
         if isinstance(client, int):
             self.nodes[client] = node
             if name or answer.get("name"):
-                self.say(f"{who} is client {client} ({answer.get('images')} images)")
+                self.names[client] = str(who)
+                self.say(f"{who} has come ({answer.get('images')} images)")
         else:
             self.say(f"{who} does not take part: {client}")
 
     def renumber(self, new: Mapping[int, int]) -> None:
         """Give clients other numbers, before any is asked to work."""
         self.nodes = {new[client]: node for client, node in self.nodes.items()}
+        self.names = {new[client]: name for client, name in self.names.items()}
         known = self._known.items()
         self._known = {node: None if k is None else new[k] for node, k in known}
 
@@ -170,7 +173,11 @@ class Remote:
             self.wait,
             f"{need} node(s)",
         )
-        yield from _Talks(self, exchange, downloads).all()
+        for client, found in _Talks(self, exchange, downloads).all():
+            name = self.roster.names.get(client)
+            if name is not None and isinstance(found, Failure):
+                found = replace(found, reason=f"{name}: {found.reason}")
+            yield client, found
 
     def finish(self, result: Any) -> None:
         """The run is over: give every node the encoder, and leave to forget its state."""
