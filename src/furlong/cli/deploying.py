@@ -92,8 +92,6 @@ def certs(
     elif revoke is not None:
         kept = certificates.revoke_node(folder, revoke)
         _say(f"{revoke} is refused within seconds by a furlong superlink (key kept in {kept}).")
-            f"{revoke} is refused by a furlong superlink that runs, in seconds (key kept in {kept})."
-        )
     else:
         made = certificates.make_certs(
             folder,
