@@ -8,11 +8,11 @@ minutes on two cores. Each client trains on ten images of 16 px, so that a round
 
 overhead  Seconds per round: the median without the first round. ``training`` is what an epoch of
           all clients takes in process (rounds of two epochs minus rounds of one); it is in every
-          figure. Ways: ``inprocess`` (two workers), ``ray`` (Flower's simulation), ``furlong``
+          figure. CPU is of all processes, polling included: where others use the machine, compare
+          that. Ways: ``inprocess`` (two workers), ``ray`` (Flower's simulation), ``furlong``
           (superlink and nodes: a resident worker), ``plain`` (flower-superlink, flower-supernode,
           ``flwr run`` with the app of ``furlong flower-app``: a process per message), ``bare``
-          (Flower's own FedAvg on NumPy arrays of that size: no furlong, no torch). CPU is of all
-          processes of the nodes, polling included, per message.
+          (Flower's own FedAvg on NumPy arrays of that size: no furlong, no torch).
 wire      What passes between one node and the SuperLink in a round, counted by a TCP forwarder,
           against the packed payloads.
 accuracy  FedSimCLR on shapes as in tests/test_learning.py, but over a wire inside this process.
@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,7 +46,7 @@ from furlong.site import Site
 FURLONG = [sys.executable, "-m", "furlong.cli"]
 LIMIT = 900.0  # seconds for anything
 WAYS = ("inprocess", "ray", "furlong", "plain", "bare")
-LEARNING = {  # tests/test_learning.py
+LEARNING: dict[str, Any] = {  # tests/test_learning.py
     "data.images": 1500,
     "data.test_images": 1000,
     "clients": 2,
@@ -157,23 +158,35 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
 
+@dataclass
+class Followed:
+    """What a run took, its first round left out."""
+
+    seconds: list[float]  # of each round
+    cpu: float  # seconds per round of all processes
+    samples: list[Any]  # one after each round, with the first
+
+
 def follow(
     command: Sequence[str], env: dict[str, str], lines: Path, sample: Callable[[], Any] = int
-) -> tuple[list[float], list[Any]]:
-    """Run to the end: seconds of each round but the first, and a sample after each round."""
+) -> Followed:
+    """Run to the end, with a look after each round."""
     samples: list[Any] = []
+    spent: list[float] = []
     log = lines.parent.parent / f"{lines.parent.name}.log"
     with deploy.running(command, env, log) as child:
         end = time.monotonic() + LIMIT
         while child.poll() is None and time.monotonic() < end:
             if len(read(lines)) > len(samples):
                 samples.append(sample())
-            time.sleep(0.02)
+                spent.append(cpu([os.getpid()]) - time.process_time())
+            time.sleep(0.05)
         code = child.returncode
     found = read(lines)
     if code != 0 or not found or any(line.get("failures") for line in found):
         raise SystemExit(f"{command} ended with {code}:\n{log.read_text()[-3000:]}")
-    return [line["seconds"] for line in found[1:]], samples
+    rounds = max(1, len(spent) - 1)
+    return Followed([x["seconds"] for x in found[1:]], (spent[-1] - spent[0]) / rounds, samples)
 
 
 # ---------------------------------------------------------------- federations
@@ -258,9 +271,7 @@ class Federation:
         """CPU seconds of all nodes."""
         return cpu(pid for _, pid in self._nodes.values())
 
-    def run(
-        self, name: str, options: dict[str, Any], sample: Callable[[], Any]
-    ) -> tuple[list[float], list[Any]]:
+    def run(self, name: str, options: dict[str, Any], sample: Callable[[], Any]) -> Followed:
         """A run of furlong, by ``furlong run`` or by ``flwr run``."""
         out, config = self.folder / name, self.folder / f"{name}.toml"
         more = {} if self.plain else {"superlink": f"127.0.0.1:{self.port}"}
@@ -274,7 +285,7 @@ class Federation:
             command = [deploy.program("flwr"), "run", str(app), "furlong", "--stream"]
         return follow(command, self.env, out / "metrics.jsonl", sample)
 
-    def bare(self, size: int, rounds: int, nodes: int) -> tuple[list[float], list[Any]]:
+    def bare(self, size: int, rounds: int, nodes: int) -> Followed:
         """A run of Flower's own FedAvg."""
         app, out = self.folder / "bare-app", self.folder / f"bare-{size}"
         app.mkdir(exist_ok=True)
@@ -320,12 +331,12 @@ def trivial(encoder: str, nodes: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def here(options: dict[str, Any]) -> list[float]:
-    """Seconds per round of ``furlong run`` on this machine."""
+def here(options: dict[str, Any]) -> Followed:
+    """``furlong run`` on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         config, out = Path(folder) / "run.toml", Path(folder) / "run"
         write(config, {**options, "out": str(out)})
-        return follow([*FURLONG, "run", str(config)], {}, out / "metrics.jsonl")[0]
+        return follow([*FURLONG, "run", str(config)], {}, out / "metrics.jsonl")
 
 
 class Direct:
@@ -387,32 +398,31 @@ def overhead(encoders: list[str], nodes: int, rounds: int, ways: list[str]) -> N
     print(f"### Seconds per round, {nodes} nodes: median (range) of {rounds - 1} rounds\n")
     each = {encoder: trivial(encoder, nodes, rounds) for encoder in encoders}
     sizes = {e: direct({**o, "rounds": 1}, "exact")[0].up[0] for e, o in each.items()}
-    rows: list[list[str]] = [["way", *(f"{e}, {sizes[e] / 1e6:.1f} MB" for e in encoders)]]
-    rows[0] += [f"CPU s per message, {e}" for e in encoders]
-    none = ["–"] * len(encoders)
-    if "inprocess" in ways:
-        one = {e: here({**o, "rounds": 2 * rounds}) for e, o in each.items()}
-        two = {e: here({**o, "rounds": 2 * rounds, "epochs": 2}) for e, o in each.items()}
-        rows.append(["inprocess", *map(spread, one.values()), *none])
-        more = (statistics.median(two[e]) - statistics.median(one[e]) for e in encoders)
-        rows.append(["(training)", *(f"{seconds:.2f}" for seconds in more), *none])
-    if "ray" in ways:
-        found = [here({**o, "engine": "flower"}) for o in each.values()]
-        rows.append(["ray", *map(spread, found), *none])
+    rows = [["way", "model", "s per round", "CPU s per round", "node's CPU s per message", "load"]]
 
-    def add(way: str, measured: list[tuple[list[float], list[float]]]) -> None:
-        messages = nodes * (rounds - 1)
-        spent = (f"{(cpus[-1] - cpus[0]) / messages:.2f}" for _, cpus in measured)
-        rows.append([way, *(spread(seconds) for seconds, _ in measured), *spent])
+    def add(way: str, encoder: str, found: Followed) -> None:
+        row = [way, f"{encoder}, {sizes[encoder] / 1e6:.1f} MB", spread(found.seconds)]
+        nodes_cpu = (found.samples[-1] - found.samples[0]) / nodes / (rounds - 1)
+        row += [f"{found.cpu:.2f}", f"{nodes_cpu:.2f}" if nodes_cpu else "–"]
+        rows.append([*row, f"{os.getloadavg()[0]:.1f}"])
         print(rows[-1], file=sys.stderr, flush=True)
 
-    for way, plain in (("furlong", False), ("plain", True)):
-        if way in ways:
+    for e, o in each.items():
+        if "inprocess" in ways:
+            one, two = (here({**o, "epochs": n, "rounds": 2 * rounds}) for n in (1, 2))
+            add("inprocess", e, one)
+            more = statistics.median(two.seconds) - statistics.median(one.seconds)
+            rows.append(["(training)", e, f"{more:.2f}", f"{two.cpu - one.cpu:.2f}", "", ""])
+        if "ray" in ways:
+            add("ray", e, here({**o, "engine": "flower"}))
+    for plain, way, other in ((False, "furlong", ""), (True, "plain", "bare")):
+        if way in ways or other in ways:
             with federation(nodes, plain) as made:
-                add(way, [made.run(e, o, made.cpu) for e, o in each.items()])
-    if "bare" in ways:
-        with federation(nodes, True) as made:
-            add("bare", [made.bare(sizes[e], rounds, nodes) for e in encoders])
+                for e, o in each.items():
+                    if way in ways:
+                        add(way, e, made.run(e, o, made.cpu))
+                    if other in ways:
+                        add(other, e, made.bare(sizes[e], rounds, nodes))
     table(*rows)
 
 
@@ -420,21 +430,25 @@ def wire(encoder: str, nodes: int, rounds: int) -> None:
     """Part 2."""
     print(f"### Bytes of one of {nodes} nodes per round, {encoder}: mean of {rounds - 1} rounds\n")
     options = trivial(encoder, nodes, rounds)
-    rows = [["encoding", "packed down", "on the wire", "", "packed up", "on the wire", "", "s"]]
+    rows = [
+        ["encoding", "packed down", "on the wire", "", "packed up", "on the wire", "", "s", "CPU s"]
+    ]
     with federation(nodes, False) as made:
         made.stop(0)
         forwarder = Forwarder(made.port)
         made.node(0, forwarder.port)
         for how in get_args(How):
             packed = direct({**options, "rounds": 2}, how)[0]
-            seconds, samples = made.run(
+            found = made.run(
                 how, {**options, "flower.encoding": how}, lambda: (forwarder.down, forwarder.up)
             )
+            first, last = found.samples[0], found.samples[-1]
             row = [how]
             for i, size in enumerate((packed.down[-1], packed.up[-1])):
-                passed = (samples[-1][i] - samples[0][i]) / (rounds - 1)
+                passed = (last[i] - first[i]) / (rounds - 1)
                 row += [f"{size:,}", f"{passed:,.0f}", f"{100 * (passed / size - 1):+.2f} %"]
-            rows.append([*row, spread(seconds)])
+            rows.append([*row, spread(found.seconds), f"{found.cpu:.2f}"])
+            print(rows[-1], file=sys.stderr, flush=True)
     table(*rows)
 
 
