@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from conftest import tiny
 
 from furlong import experiment
 from furlong.config import Config
-from furlong.deploy import environment, free_port, program, wait_healthy, write_connection
+from furlong.deploy import (
+    environment,
+    free_port,
+    program,
+    running,
+    wait_healthy,
+    write_connection,
+)
 
 pytest.importorskip("flwr")
 pytestmark = pytest.mark.xdist_group("flower")
@@ -245,16 +253,12 @@ def test_plain_flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     app = str(tmp_path / "app")
     subprocess.run([*FURLONG, "flower-app", app, str(config)], timeout=PATIENCE, check=True)
     write_connection(tmp_path / "home", "127.0.0.1", port, None)
-    processes: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as ends:
 
-    def start(name: str, *words: str) -> subprocess.Popen[bytes]:
-        with (tmp_path / f"{name}.log").open("wb") as log:
+        def start(name: str, *words: str) -> subprocess.Popen[bytes]:
             command = [program(name.rstrip("01")), "--insecure", "--host", "127.0.0.1", *words]
-            child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        processes.append(child)
-        return child
+            return ends.enter_context(running(command, {}, tmp_path / f"{name}.log"))
 
-    try:
         database = ("--database", str(tmp_path / "state.db"))
         superlink = start("flower-superlink", "--port", str(port), *database)
         wait_healthy(superlink, "127.0.0.1", port, None, PATIENCE)
@@ -263,17 +267,8 @@ def test_plain_flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             where = ("--superlink", f"127.0.0.1:{port}", "--port", str(free_port()))
             start(f"flower-supernode{k}", *where, "--node-config", about)
         flwr = [program("flwr"), "run", app, "furlong", "--stream"]
-        run = subprocess.run(flwr, capture_output=True, timeout=PATIENCE, check=False)
+        run = subprocess.run(flwr, capture_output=True, timeout=2 * PATIENCE, check=False)
         logs = "".join(p.read_text(errors="replace")[-1500:] for p in tmp_path.glob("*.log"))
         assert (tmp_path / "run" / "summary.json").exists(), run.stdout.decode() + logs
-    finally:
-        for process in reversed(processes):
-            process.terminate()
-        for process in processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     assert bits(tmp_path / "run") == in_process(tmp_path / "one", "fedsimclr", **options)
     assert not list(tmp_path.glob("node*/runs/*"))
