@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from conftest import tiny
 
 from furlong import experiment
 from furlong.config import Config
-from furlong.deploy import free_port
+from furlong.deploy import (
+    environment,
+    free_port,
+    program,
+    running,
+    wait_healthy,
+    write_connection,
+)
 
 pytest.importorskip("flwr")
 pytestmark = pytest.mark.xdist_group("flower")
@@ -233,3 +241,35 @@ def test_a_simulation_of_a_hundred_clients(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
     assert bits(tmp_path / "run") == in_process(tmp_path / "one", "fedema", **options)
     assert not list(tmp_path.glob("run/nodes/runs/*"))
+
+
+def test_plain_flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``flwr run`` with what ``furlong flower-app`` writes; Flower starts a process per message."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    for name, value in environment(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+    options = {"clients": 2, "rounds": 1, "data.images": 48}
+    config, port = tmp_path / "run.toml", free_port()
+    config.write_text(settings("fedsimclr", out=str(tmp_path / "run"), **options).toml())
+    app = str(tmp_path / "app")
+    subprocess.run([*FURLONG, "flower-app", app, str(config)], timeout=PATIENCE, check=True)
+    write_connection(tmp_path / "home", "127.0.0.1", port, None)
+    with ExitStack() as ends:
+
+        def start(name: str, *words: str) -> subprocess.Popen[bytes]:
+            command = [program(name.rstrip("01")), "--insecure", "--host", "127.0.0.1", *words]
+            return ends.enter_context(running(command, {}, tmp_path / f"{name}.log"))
+
+        database = ("--database", str(tmp_path / "state.db"))
+        superlink = start("flower-superlink", "--port", str(port), *database)
+        wait_healthy(superlink, "127.0.0.1", port, None, PATIENCE)
+        for k in range(2):
+            about = f'partition-id={k} state="{tmp_path / f"node{k}"}"'
+            where = ("--superlink", f"127.0.0.1:{port}", "--port", str(free_port()))
+            start(f"flower-supernode{k}", *where, "--node-config", about)
+        flwr = [program("flwr"), "run", app, "furlong", "--stream"]
+        run = subprocess.run(flwr, capture_output=True, timeout=2 * PATIENCE, check=False)
+        logs = "".join(p.read_text(errors="replace")[-1500:] for p in tmp_path.glob("*.log"))
+        assert (tmp_path / "run" / "summary.json").exists(), run.stdout.decode() + logs
+    assert bits(tmp_path / "run") == in_process(tmp_path / "one", "fedsimclr", **options)
+    assert not list(tmp_path.glob("node*/runs/*"))
