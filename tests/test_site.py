@@ -79,7 +79,7 @@ def test_a_full_disk_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_states_of_exchanges_that_can_be_gone_back_to(tmp_path: Path) -> None:
     store = StateFiles(tmp_path / "run")
     for exchange in range(6):
-        store.at(3, exchange, oldest=max(0, exchange - 1))
+        store.at(3, exchange, exchange - 1 if exchange else None, oldest=max(0, exchange - 1))
         before = store.get(3)
         assert (before and bytes(before)) == (
             f"after {exchange - 1}".encode() if exchange else None
@@ -87,9 +87,9 @@ def test_states_of_exchanges_that_can_be_gone_back_to(tmp_path: Path) -> None:
         store.put(3, f"after {exchange}".encode())
     kept = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert kept == [f"00003-{n:06d}.state.safetensors" for n in (3, 4, 5)]
-    store.at(3, 5, oldest=4)  # the server was killed during exchange 5: it asks again
+    store.at(3, 5, 4, oldest=4)  # the server was killed during exchange 5: it asks again
     assert bytes(store.get(3) or b"") == b"after 4"
-    store.at(3, 4, oldest=4)  # its newest checkpoint was damaged
+    store.at(3, 4, 3, oldest=4)  # its newest checkpoint was damaged
     assert bytes(store.get(3) or b"") == b"after 3"
     assert StateFiles(tmp_path / "run").get(4) is None
 

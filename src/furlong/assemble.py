@@ -77,7 +77,7 @@ class Prepared:
         if list(self.method.plan(grown)) != list(self.method.plan(self.setup)):
             return False
         self.setup.sizes[client] = images  # the guard's sizes too: they are the same dict
-        self.federation.rows[client] = torch.arange(images)
+        self.federation.rows[client] = torch.zeros(1, dtype=torch.int64).expand(images)
         indices = (*self.split.indices, self.federation.rows[client])
         self.split = replace(self.split, indices=indices, n=self.split.n + images)
         return True
@@ -382,6 +382,10 @@ def prepare(
             "method.bn_stats = recalibrate needs images at the server, and with data = sites "
             "there are none. Use average or local."
         )
+    if members is not None and settings.run.bound == "pooled":
+        raise FurlongError("bound = pooled puts all images in one place; data = sites does not.")
+    if members is not None and settings.evaluate.angles:
+        raise FurlongError("evaluate.angles needs images at the server; with data = sites: none.")
     public = None
     if settings.data.public and training:
         public = load_public(settings, train)
@@ -431,10 +435,12 @@ class Members:
         size = own_size(settings)
         return ImageSet(torch.empty(0, self.channels, size, size, dtype=torch.uint8), name=SITES)
 
-    def split(self) -> Partition:
-        """Every client's images, numbered by the client."""
-        parts = tuple(torch.arange(self.sizes[client]) for client in sorted(self.sizes))
-        return Partition(parts, SITES, sum(self.sizes.values()))
+    def split(self, me: int = -1) -> Partition:
+        """Rows for everybody, by number only but for client ``me``, whose images are here."""
+        parts = {k: torch.zeros(1, dtype=torch.int64).expand(n) for k, n in self.sizes.items()}
+        if me in parts:
+            parts[me] = torch.arange(self.sizes[me])
+        return Partition(tuple(parts[k] for k in sorted(parts)), SITES, sum(self.sizes.values()))
 
 
 def own_size(settings: Config) -> int:
@@ -446,12 +452,17 @@ def own_size(settings: Config) -> int:
     return settings.data.image_size
 
 
-def told(settings: Config) -> dict[str, Any]:
-    """What nodes are told of a configuration: no path, no address, nothing of evaluation."""
+def told(settings: Config, *, paths: bool = False) -> dict[str, Any]:
+    """What nodes are told of a configuration: no path, no address, nothing of evaluation.
+
+    ``paths``: where a named set lies too, for a simulation, whose nodes are this program.
+    """
     tree = asdict(settings)
     shared = ["image_size", "name"]
     if settings.data.name != SITES:
         shared += ["images", "partition", "clients", "group_by", "strict"]
+    if paths:
+        shared += ["root", "cache"]
     augment = augmentation(settings, settings.make_method())
     return {
         **{section: tree[section] for section in ("method", "model", "train", "optimiser")},
@@ -471,16 +482,18 @@ class Participant:
     mark: str  # a digest of images and split, to be compared with the server's
 
 
-def participate(settings: Config, own: ImageSet | None, sizes: dict[int, int]) -> Participant:
+def participate(
+    settings: Config, own: ImageSet | None, sizes: dict[int, int], me: int = -1
+) -> Participant:
     """A client's view: of ``own`` images, or of the part that the run's partition gives it.
 
-    ``sizes``: of all clients, if they bring their own images.
+    ``sizes``: of all clients, if they bring their own images; ``me`` is this one's number.
     """
     if own is None:
         train = load_data(settings)[0]
         split = split_data(settings, train)
     else:
-        train, split = own, Members(sizes, own.channels).split()
+        train, split = own, Members(sizes, own.channels).split(me)
     method, federation = _parties(settings, train, split)
     setup = _setup(settings, method, federation)
     return Participant(method, federation, setup, fingerprint(train, split))

@@ -78,7 +78,7 @@ def own_address(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _require_loopback(host: str) -> None:
+def require_loopback(host: str) -> None:
     if not is_loopback(host):
         raise FurlongError(
             f"--insecure works on this machine only (127.0.0.1), not with {host}. "
@@ -141,7 +141,7 @@ def superlink_command(
 ) -> list[str]:
     """``flower-superlink`` with TLS and node authentication; without ``certs``, insecure."""
     if certs is None:
-        _require_loopback(host)
+        require_loopback(host)
     elif not is_loopback(host) and not exposed:
         raise FurlongError(
             f"--host {host} would let others reach the SuperLink's control requests: whoever does "
@@ -178,7 +178,7 @@ def supernode_command(
     host, _ = split_address(superlink)
     command = [program("flower-supernode"), "--superlink", superlink]
     if certs is None:
-        _require_loopback(host)
+        require_loopback(host)
         command += ["--insecure"]
     else:
         for name in ("ca.crt", "node.key"):

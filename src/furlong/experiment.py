@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import furlong
 from furlong import checkpoint, config, metrics, report
-from furlong.assemble import Prepared, describe_partition, prepare, who
+from furlong.assemble import SITES, Prepared, describe_partition, prepare, who
 from furlong.config import Config
 from furlong.context import Exchange
 from furlong.engines.inprocess import SPILL
@@ -242,7 +242,8 @@ def resume(
         with _meeting(settings, folder, say, wire) as meeting:
             prepared = prepare(settings, members=None if meeting is None else meeting.members())
             split = describe_partition(prepared.train, prepared.split)
-            if (folder.read("partition.json") or {}).get("fingerprint") != split["fingerprint"]:
+            began = (folder.read("partition.json") or {}).get("fingerprint")
+            if settings.data.name != SITES and began != split["fingerprint"]:
                 raise FurlongError(
                     f"the images are not those that {path} began with: see its partition.json. Put "
                     "them back, or start a new run."

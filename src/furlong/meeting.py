@@ -28,6 +28,7 @@ from furlong.engines.remote import DAY, Remote, Roster, Wire, question
 from furlong.errors import FurlongError
 from furlong.runfolder import RunFolder
 
+MOST = 10_000_000  # images that a site may claim: it counts for as many in the mean
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
@@ -43,6 +44,7 @@ class Meeting:
         self._sites: list[dict[str, Any]] = list(saved.get("sites", []))  # by client
         self._channels: int | None = saved.get("channels")
         self._begun = bool(saved.get("begun"))
+        self._simulated = wire is None and settings.flower.superlink is None
         self._prepared: Prepared | None = None
         self._roster: Roster | None = None
         self._stack = ExitStack()
@@ -73,9 +75,12 @@ class Meeting:
 
     def _meet(self, settings: Config, clients: int) -> Roster:
         if self._roster is None:
-            hello = question(self._run, told(settings))
+            hello = question(self._run, self._told(settings))
             self._roster = Roster(self._reach(clients), hello, self._admit, self._say)
         return self._roster
+
+    def _told(self, settings: Config) -> dict[str, Any]:
+        return told(settings, paths=self._simulated)
 
     # ------------------------------------------------------------ who takes part
 
@@ -130,8 +135,8 @@ class Meeting:
         channels = answer.get("channels")
         if not _NAME.fullmatch(str(name)):
             return f"its name {str(name)[:80]!r} is not a short word"
-        if type(images) is not int or images < 2 or channels not in (1, 3):
-            return f"it holds {images!r} images of {channels!r} channels"
+        if type(images) is not int or not 2 <= images <= MOST or channels not in (1, 3):
+            return f"it claims {str(images)[:20]} images of {str(channels)[:20]} channels"
         if self._channels not in (None, channels):
             return f"its images have {channels} channel(s), those of others {self._channels}"
         for client, site in enumerate(self._sites):
@@ -170,16 +175,15 @@ class Meeting:
         roster = self._meet(settings, len(clients))
         sites = settings.data.name == SITES
         need = max(1, settings.train.min_clients)
-        if not sites:
-            roster.wait(
-                lambda: len(roster.nodes) == len(clients),
-                settings.flower.wait,
-                f"{len(clients)} nodes",
-            )
+        roster.wait(
+            lambda: len(roster.nodes) >= len(clients),
+            settings.flower.wait,
+            f"{len(clients)} nodes",
+        )
         return Remote(
             self._reach(len(clients)),
             roster,
-            question(self._run, told(settings)),
+            question(self._run, self._told(settings)),
             sizes=lambda: prepared.setup.sizes if sites else None,
             oldest=lambda: checkpoint.oldest(self._folder.path),
             deadline=settings.run.deadline or DAY,

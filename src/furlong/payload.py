@@ -246,7 +246,7 @@ def _entry(entry: dict[str, Any]) -> tuple[torch.dtype, list[int], int, int]:
     whole = [*shape, begin, end]
     if not all(type(n) is int and 0 <= n < 2**62 for n in whole):
         raise ValueError(f"sizes {whole}")
-    if math.prod(shape) >= 2**62:
+    if math.prod(max(1, n) for n in shape) >= 2**62:
         raise ValueError(f"shape {shape}")
     return dtype, shape, begin, end
 

@@ -90,7 +90,8 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove a folder in which nothing has been written yet."""
-        (self.path / ".lock").unlink(missing_ok=True)
+        for name in (".lock", "federation.json", "flower.log"):
+            (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):
             self.path.rmdir()
 

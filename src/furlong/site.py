@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +97,19 @@ class StateFiles:
         found = self.folder.glob(f"{client:05d}-*.{what}.safetensors")
         return {int(path.name.split("-")[1].split(".")[0]): path for path in sorted(found)}
 
-    def at(self, client: int, exchange: int, oldest: int) -> None:
-        """Go (back) to the time before ``exchange``; the server keeps nothing before ``oldest``."""
+    def at(self, client: int, exchange: int, since: int | None, oldest: int) -> None:
+        """Go (back) to the state of exchange ``since``, the last answer that reached the server.
+
+        What was stored later belongs to answers that were lost, or to a time that the server has
+        left. It keeps nothing before ``oldest``.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.index = exchange
         for what in ("state", "residual"):
             files = self._of(client, what)
             needed = max((n for n in files if n < oldest), default=0)
             for number, path in files.items():
-                if number >= exchange or number < needed:
+                if since is None or number > since or number < needed:
                     path.unlink(missing_ok=True)
 
     def blob(self, client: int) -> Blob | None:
@@ -124,8 +130,10 @@ class StateFiles:
 
     def keep(self, client: int, blob: Blob) -> None:
         """As :meth:`put`."""
-        self.put(client, blob.map())
-        blob.close()
+        try:
+            self.put(client, blob.map())
+        finally:
+            blob.close()
 
     def residual(self, client: int) -> Weights:
         """What rounding has lost of earlier answers."""
@@ -197,7 +205,7 @@ class Site:
             return {"refused": without_paths(str(error))}, b""
         except Exception as error:
             self.say(f"failed: {describe(error)}")
-            return {"failed": "raised", "reason": without_paths(describe(error))}, b""
+            return {"failed": "raised", "reason": outward(error)}, b""
 
     def close(self) -> None:
         """End the worker."""
@@ -262,6 +270,10 @@ class Site:
         if not isinstance(tree, dict):
             raise Refusal("no configuration")
         tree = without_none(tree)
+        for section, keys in _TOLD.items():
+            other = set(tree.get(section) or {}) - keys
+            if other and not self.code:
+                raise Refusal(f"a server may not say {section}.{sorted(map(str, other))[0][:80]}")
         names = [tree.get("method", {}).get("name"), tree.get("model", {}).get("encoder")]
         for name in [*names, tree.get("data", {}).get("name")]:
             if ":" in str(name) and not self.code:
@@ -301,27 +313,32 @@ class Site:
             images = self._images(settings)
             count, channels, mark = len(images), images.channels, None
         else:
-            party = self._participant(header, settings).federation
-            if self.part not in party.rows:
-                raise Refusal(f"part {self.part}: the run has clients 0 to {len(party.rows) - 1}")
-            count, channels = party.sizes[self.part], party.images.channels
-            mark = self._participant(header, settings).mark
+            party = self._participant(header, settings)
+            rows = party.federation.rows
+            if self.part not in rows:
+                raise Refusal(f"part {self.part}: the run has clients 0 to {len(rows) - 1}")
+            count, channels = len(rows[self.part]), party.federation.images.channels
+            mark = party.mark
         answer = {"name": self.name, "part": self.part, "images": count, "channels": channels}
         return {**answer, "mark": mark, "torch": torch.__version__}, b""
 
     def _work(self, header: Mapping[str, Any], body: bytes) -> Answer:
         settings = self.settings(header)
-        try:
-            client, exchange = int(header["client"]), Exchange(**header["exchange"])
-            at, of = int(header["slice"]), int(header["slices"])
-            seconds, oldest = float(header["seconds"]), int(header["oldest"])
-            piece, how = max(1, int(header["slice_bytes"])), header["encoding"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise Refusal(f"a question that makes no sense ({error})") from None
+        client, exchange = _whole(header["client"]), Exchange(**header["exchange"])
+        _whole(exchange.index), _whole(exchange.round)
+        at, of = _whole(header["slice"]), _whole(header["slices"])
+        seconds, oldest = float(header["seconds"]), _whole(header["oldest"])
+        piece, how, since = _whole(header["slice_bytes"]), header["encoding"], header.get("since")
+        if not (0 < seconds < math.inf and at < of and piece):
+            raise ValueError("times and sizes")
         run = self._run(header)
         if self.part is not None and client != self.part:
             raise Refusal(f"this node is client {self.part}, not {client}")
-        spool = run / "spool" / f"{client:05d}.down"
+        if self.own is not None:
+            count, known = len(self._images(settings)), (header.get("sizes") or {}).get(str(client))
+            if count != known:
+                raise Refusal(f"this site has {count} images now; the run counts {known}")
+        spool = run / "spool" / f"{client:05d}-{exchange.index:06d}.down"
         if of > 1:
             _collect(spool, body, at)
             if at + 1 < of:
@@ -332,7 +349,11 @@ class Site:
         engine, store = self._engine(), StateFiles(run)
         if client not in party.federation.rows:
             raise Refusal(f"client {client} is not one of this run's")
-        store.at(client, exchange.index, oldest)
+        last = None if since is None else _whole(since["exchange"])
+        store.at(client, exchange.index, last, oldest)
+        lost = since is not None and since["kept"] is True and store.blob(client) is None
+        if lost:
+            self.say("warning: the state of the last round is gone; this client begins anew")
         engine.store = store
         engine.deadline = seconds if engine.isolate else 0.0
         try:
@@ -344,6 +365,8 @@ class Site:
         if isinstance(report, Failure):
             self.say(f"round {exchange.round + 1}: {report.reason}")
             return {"failed": report.kind, "reason": without_paths(report.reason)}, b""
+        if lost:  # the run's log must show it
+            report = replace(report, metrics={**report.metrics, "state_lost": 1.0})
         # a report's weights as differences to what the server sent, where names are the same
         base = None if how == "exact" else {"upload": down}
         left = None if how == "exact" else store.residual(client)
@@ -352,29 +375,38 @@ class Site:
             store.put(client, pack_tensors(left, {}), "residual")
         self.say(f"round {exchange.round + 1}: {size(len(packed))} sent")
         slices = -(-len(packed) // piece)
+        for old in (run / "spool").glob(f"{client:05d}-*"):
+            old.unlink()
         if slices > 1:
             spool.parent.mkdir(parents=True, exist_ok=True)
-            _answers(run, client).write_bytes(packed)
-        return {"slice": 0, "slices": slices, "slice_bytes": piece}, bytes(packed[:piece])
+            spool.with_suffix(".up").write_bytes(packed)
+        kept = store.blob(client) is not None
+        return {"slice": 0, "slices": slices, "state": kept}, bytes(packed[:piece])
 
     def _fetch(self, header: Mapping[str, Any], _: bytes) -> Answer:
-        path = _answers(self._run(header), int(header["client"]))
-        at, piece = int(header["slice"]), int(header["slice_bytes"])
+        client, index = _whole(header["client"]), _whole(header["exchange"]["index"])
+        path = self._run(header) / "spool" / f"{client:05d}-{index:06d}.up"
+        at, piece = _whole(header["slice"]), _whole(header["slice_bytes"]) or 1
         try:
             with path.open("rb") as file:
                 file.seek(at * piece)
                 body = file.read(piece)
         except OSError:
             raise Refusal("there is no answer to fetch") from None
-        return {"slice": at, "slices": -(-path.stat().st_size // piece)}, body
+        state = StateFiles(self._run(header)).blob(client) is not None
+        return {"slice": at, "slices": -(-path.stat().st_size // piece), "state": state}, body
 
     def _end(self, header: Mapping[str, Any], body: bytes) -> Answer:
         run = self._run(header)
+        if not run.is_dir():
+            raise Refusal("this node took no part in that run")
         self.close()
         shutil.rmtree(run, ignore_errors=True)
         if body and self.own is not None:
             weights, metadata = unpack_tensors(bytearray(body))
             about = json.loads(metadata["about"])
+            if ":" in str(about["encoder"]) and not self.code:
+                raise Refusal("an encoder that is made by code of this machine is not kept")
             for kept in (self.folder / "encoders" / run.name, self.folder / "encoder"):
                 kept.mkdir(parents=True, exist_ok=True)
                 RunFolder(kept).save_encoder(weights, about)
@@ -401,7 +433,7 @@ class Site:
             self.close()
             sizes = {int(k): int(n) for k, n in (header.get("sizes") or {}).items()}
             own = None if self.own is None else self._images(settings)
-            party = participate(settings, own, sizes)
+            party = participate(settings, own, sizes, int(header.get("client", -1)))
             isolate = self.isolate and can_fork(party.setup.device)
             engine = InProcess(
                 party.method,
@@ -422,15 +454,29 @@ class Site:
 _FREE = ("train.fraction", "train.min_clients", "train.server_threads", "data.clients")
 
 
-@cache
+@lru_cache(maxsize=1)
 def _loaded(own: Own, image_size: int) -> ImageSet:
     """A site's images, read once."""
     return own.load(image_size)
 
 
 def without_paths(text: str) -> str:
-    """An error's text as it may leave a site: what looks like a path is cut out."""
+    """A text as it may leave a site: what looks like a path is cut out."""
     return _PATH.sub("…", text)
+
+
+def outward(error: Exception) -> str:
+    """An error as it may leave a site; those of the system name files."""
+    if isinstance(error, OSError):
+        return f"{type(error).__name__}: {os.strerror(error.errno or 0)}"
+    return without_paths(describe(error))
+
+
+def _whole(value: Any) -> int:
+    """A number that a server said, if it can be used in the name of a file."""
+    if type(value) is not int or not 0 <= value < 2**40:
+        raise ValueError(f"{str(value)[:40]!r} is not a whole number")
+    return value
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -441,12 +487,18 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield f"{above}{key}", value
 
 
-def _answers(run: Path, client: int) -> Path:
-    return run / "spool" / f"{client:05d}.up"
-
-
 def _collect(path: Path, body: bytes, at: int) -> None:
     """Append slice ``at`` of a download to those that came before it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb" if at == 0 else "ab") as file:
         file.write(body)
+
+
+# all that a server may say of these: see assemble.told
+_TOLD = {
+    "data": {"augment", "image_size", "name", "images", "partition", "clients", "group_by"}
+    | {"strict"},
+    "run": {"seed", "bound"},
+    "flower": set[str](),
+    "evaluate": set[str](),
+}

@@ -54,6 +54,7 @@ from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 import furlong
+from furlong import deploy
 from furlong.certificates import node_keys
 from furlong.engines.inprocess import describe
 from furlong.engines.remote import Letter
@@ -104,15 +105,16 @@ def _read(content: RecordDict) -> tuple[dict[str, Any], bytes]:
 class GridWire:
     """A :class:`furlong.engines.remote.Wire` over Flower's Grid."""
 
-    def __init__(self, grid: Grid, names: Mapping[bytes, str] | None = None) -> None:
-        self._grid, self._names = grid, dict(names or {})
+    def __init__(self, grid: Grid, names: Callable[[], Mapping[bytes, str]] = dict) -> None:
+        self._grid, self._names = grid, names
         self.stopped = False
 
     def nodes(self) -> dict[int, str | None]:
         """Connected nodes by the names of their keys; if keys are known, no others."""
         self._check()
-        found = {n.node_id: self._names.get(bytes(n.public_key)) for n in self._grid.get_nodes()}
-        return {node: name for node, name in found.items() if name is not None or not self._names}
+        names = self._names()  # sites may be added and revoked at any time
+        found = {n.node_id: names.get(bytes(n.public_key)) for n in self._grid.get_nodes()}
+        return {node: name for node, name in found.items() if name is not None or not names}
 
     def send(self, node: int, header: dict[str, Any], body: bytes, seconds: float) -> str:
         """A message; identical bodies are stored once by Flower, as chunks named by their hash."""
@@ -169,20 +171,23 @@ def simulated(clients: int, state: Path, cpus: float, log: Path) -> Iterator[Gri
         grids.put(grid)
         over.wait()
 
+    settings: Any = {
+        "client_resources": {"num_cpus": cpus, "num_gpus": 0.0},
+        "init_args": {
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": "error",
+            "runtime_env": {"env_vars": {"FURLONG_STATE": str(state)}},
+        },
+    }
+
     def simulate() -> None:
         try:
             run_simulation(
                 app,
                 client_app,
                 clients,
-                backend_config={
-                    "client_resources": {"num_cpus": cpus, "num_gpus": 0.0},
-                    "init_args": {
-                        "include_dashboard": False,
-                        "log_to_driver": False,
-                        "logging_level": "error",
-                    },
-                },
+                backend_config=settings,
             )
         except BaseException as error:
             grids.put(error)
@@ -267,10 +272,13 @@ class Door:
         return self.client(*interceptors)
 
 
-def door(superlink: str, certs: Path | None, insecure: bool) -> tuple[Door, dict[bytes, str]]:
+def door(
+    superlink: str, certs: Path | None, insecure: bool
+) -> tuple[Door, Callable[[], Mapping[bytes, str]]]:
     """The door of a SuperLink, and the names of the nodes' keys, by a folder of certificates."""
     if insecure:
-        return Door(superlink), {}
+        deploy.require_loopback(deploy.split_address(superlink)[0])
+        return Door(superlink), dict
     if certs is None:
         raise FurlongError(
             f"--superlink {superlink} needs --certs DIR/server, the folder that 'furlong certs' "
@@ -279,11 +287,12 @@ def door(superlink: str, certs: Path | None, insecure: bool) -> tuple[Door, dict
     if not (certs / "ca.crt").is_file():
         raise FurlongError(f"--certs {certs}: there is no ca.crt in it. 'furlong certs' makes one.")
     secret = certs / "superexec.secret"
-    return Door(superlink, certs / "ca.crt", secret if secret.is_file() else None), node_keys(certs)
+    found = Door(superlink, certs / "ca.crt", secret if secret.is_file() else None)
+    return found, lambda: node_keys(certs)
 
 
 @contextmanager
-def connected(door: Door, names: Mapping[bytes, str] | None = None) -> Iterator[GridWire]:
+def connected(door: Door, names: Callable[[], Mapping[bytes, str]]) -> Iterator[GridWire]:
     """A wire to the nodes of a SuperLink, for a new run of which this process is the ServerApp."""
     with _explained(door):
         token = _own_task(door)
@@ -390,7 +399,7 @@ def _explained(door: Door) -> Iterator[None]:
             f"the SuperLink at {door.address} refused a request ({error.response.status_code}): "
             f"{error.response.text[:300]}. A run that has begun goes on with 'furlong resume'."
         ) from None
-    except (httpx.HTTPError, OSError) as error:
+    except httpx.HTTPError as error:
         raise FurlongError(
             f"no SuperLink can be reached at {door.address} ({error}). Is it running, and is the "
             "certificate for this address? A run that has begun goes on with 'furlong resume'."

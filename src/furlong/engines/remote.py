@@ -23,9 +23,10 @@ from furlong.compress import How, decode, encode
 from furlong.context import Exchange
 from furlong.errors import FurlongError
 from furlong.method import Report
-from furlong.payload import PayloadError
+from furlong.payload import PayloadError, pack, payload, unpack
 from furlong.rounds import Downloads, Failure
 
+RETRY = 10.0  # seconds until a node that failed to answer a greeting is greeted again
 PROTOCOL = 1  # of the messages; raised when they change
 DAY = 86_400.0
 _HELD = 1 << 30  # bytes of answers that wait for those of clients before them
@@ -73,6 +74,7 @@ class Roster:
         self.names: dict[int, str] = {}  # client -> name, of those that have one
         self._asked: dict[str, int] = {}  # ticket of a hello -> node
         self._known: dict[int, int | None] = {}  # node -> client, or None if it was refused
+        self._later: dict[int, float] = {}  # node -> when to greet it again
         self._names: Mapping[int, str | None] = {}
 
     def look(self) -> None:
@@ -82,25 +84,36 @@ class Roster:
             client = self._known.pop(node)
             if client is not None and self.nodes.get(client) == node:
                 del self.nodes[client]
-        greeted = {*self._known, *self._asked.values()}
+        greeted, now = {*self._known, *self._asked.values()}, time.monotonic()
         for node in self._names:
-            if node not in greeted:
+            if node not in greeted and now >= self._later.get(node, now):
                 self._asked[self.wire.send(node, {**self.hello, "kind": "hello"}, b"", DAY)] = node
         for letter in self.wire.receive(list(self._asked)) if self._asked else ():
             node = self._asked.pop(letter.ticket)
             if letter.error:
-                self.say(f"node {node} does not answer: {letter.error}")
+                who = self._names.get(node) or f"node {node}"
+                self.say(f"{who} does not answer: {letter.error}")
+                self._later[node] = now + RETRY
             elif node in self._names:
                 self._meet(node, letter.header)
 
     def _meet(self, node: int, answer: dict[str, Any]) -> None:
         reason = answer.get("refused", answer.get("reason"))
         name = self._names[node]
-        client = self.admit(node, answer, name) if reason is None else str(reason)[:500]
-        who = name or answer.get("name") or f"node {node}"
-        if isinstance(client, int) and client in self.nodes:
-            client = f"client {client} is connected already, as another node"
-        self._known[node] = client if isinstance(client, int) else None
+        client: int | str = plain(reason)
+        if reason is None:
+            try:
+                client = self.admit(node, answer, name)
+            except Exception as error:  # whatever a node says must not end the run
+                client = f"its answer makes no sense ({type(error).__name__})"
+        who = name or plain(answer.get("name") or f"node {node}")
+        if "failed" in answer or (isinstance(client, int) and client in self.nodes):
+            # it may have been repaired, or the other may be about to be noticed as dead
+            self._later[node] = time.monotonic() + RETRY
+            if isinstance(client, int):
+                client = f"client {client} is connected already, as another node"
+        else:
+            self._known[node] = client if isinstance(client, int) else None
         if isinstance(client, int):
             self.nodes[client] = node
             if name or answer.get("name"):
@@ -131,6 +144,14 @@ class Roster:
             time.sleep(0.25)
 
 
+@payload
+class Since:
+    """The exchange of a client's last answer that arrived, and whether a state belongs to it."""
+
+    exchange: int
+    kept: bool
+
+
 @dataclass
 class Remote:
     """A :class:`furlong.rounds.Transport` to clients behind a :class:`Wire`."""
@@ -145,6 +166,8 @@ class Remote:
     need: int = 1  # nodes to wait for
     slice_bytes: int = 64 << 20
     encoding: How = "exact"
+    since: dict[int, Since] = field(default_factory=dict)  # client -> its last answer
+    kept: dict[int, bool] = field(default_factory=dict)  # client -> whether it keeps a state
 
     def __enter__(self) -> Remote:
         return self
@@ -153,13 +176,15 @@ class Remote:
         pass  # whoever made the wire closes it
 
     def states(self) -> Iterator[tuple[int, Any]]:
-        """None: the clients' states stay on their nodes."""
-        return iter(())
+        """Which of the states that nodes keep is each client's; the states stay there."""
+        return ((client, pack(since)) for client, since in sorted(self.since.items()))
 
     def restore(self, states: Mapping[int, Any]) -> None:
-        """Nodes have their own states, of every exchange that can be gone back to."""
-        if states:
+        """Go back to a checkpoint: nodes have the states of that time too."""
+        found = {client: unpack(bytearray(packed)) for client, packed in states.items()}
+        if not all(isinstance(since, Since) for since in found.values()):
             raise FurlongError("this run began in process: it cannot go on with --engine flower.")
+        self.since = found
 
     def exchange(
         self, exchange: Exchange, downloads: Downloads[Any, Any]
@@ -174,6 +199,9 @@ class Remote:
             f"{need} node(s)",
         )
         for client, found in _Talks(self, exchange, downloads).all():
+            if not isinstance(found, Failure):  # what was lost on the way counts for nobody
+                kept = self.kept.pop(client, False)
+                self.since[client] = Since(exchange.index, kept)
             name = self.roster.names.get(client)
             if name is not None and isinstance(found, Failure):
                 found = replace(found, reason=f"{name}: {found.reason}")
@@ -199,8 +227,10 @@ class _Talk:
     node: int
     down: bytes
     base: Any  # what the client makes of the download, if it is not exact
+    most: int  # bytes that the answer may have
     ticket: str = ""
     sent: int = 0  # slices
+    slices: int = 1  # of the download
     got: int = 0  # slices
     answer: bytearray = field(default_factory=bytearray)
 
@@ -221,7 +251,8 @@ class _Talks:
         pause = _PAUSES[0]
         for client in self._downloads:
             while client not in self._done:
-                while self._waiting and _held(self._done) < _HELD:
+                # what is asked for may all come before it is this client's turn
+                while self._waiting and (not self._talks or self._held() < _HELD):
                     self._begin(self._waiting.pop(0))
                 if self._hear():
                     pause = _PAUSES[0]
@@ -231,6 +262,11 @@ class _Talks:
                 if self._left() < 0:
                     self._give_up()
             yield client, _report(client, self._done.pop(client))
+
+    def _held(self) -> int:
+        """Bytes that are in memory, or may be soon."""
+        done = sum(len(found[0]) for found in self._done.values() if isinstance(found, tuple))
+        return done + sum(len(talk.down) + talk.most for talk in self._talks.values())
 
     def _left(self) -> float:
         return self._end - time.monotonic()
@@ -247,31 +283,37 @@ class _Talks:
         if node is None:
             self._done[client] = Failure(client, "lost", "its node is not connected")
             return
-        self._talks[client] = _Talk(node, *self._packed.of(self._downloads[client]))
+        down, base = self._packed.of(self._downloads[client])
+        self._talks[client] = _Talk(node, down, base, self._downloads.limit(client))
         self._tell(client)
 
     def _tell(self, client: int) -> None:
         """Send the next slice of the download."""
         remote, talk = self._remote, self._talks[client]
-        size = remote.slice_bytes
+        size, since = remote.slice_bytes, remote.since.get(client)
+        if not talk.sent:
+            talk.slices = max(1, -(-len(talk.down) // size))
         header = {
             "kind": "work",
             "sizes": remote.sizes(),
-            "exchange": asdict(self._exchange),
+            "since": None if since is None else asdict(since),
             "slice": talk.sent,
-            "slices": max(1, -(-len(talk.down) // size)),
+            "slices": talk.slices,
             "seconds": max(1.0, self._left()),
             "oldest": remote.oldest(),
             "encoding": remote.encoding,
             "slice_bytes": size,
         }
-        body = talk.down if header["slices"] == 1 else talk.down[talk.sent * size :][:size]
+        body = talk.down if talk.slices == 1 else talk.down[talk.sent * size :][:size]
         talk.sent += 1
+        if talk.sent == talk.slices:
+            talk.down = b""  # its last slice is on the way
         self._ask(client, header, body)
 
     def _ask(self, client: int, header: dict[str, Any], body: bytes = b"") -> None:
         remote, talk = self._remote, self._talks[client]
-        whole = {**remote.question, **header, "client": client}
+        about = {"client": client, "exchange": asdict(self._exchange)}
+        whole = {**remote.question, **header, **about}
         talk.ticket = remote.wire.send(talk.node, whole, body, max(1.0, self._left()))
 
     def _hear(self) -> bool:
@@ -292,24 +334,30 @@ class _Talks:
         if letter.error:
             return Failure(client, "lost", letter.error)
         if "refused" in said:
-            return Failure(client, "refused", f"its node refuses: {str(said['refused'])[:2000]}")
+            return Failure(client, "refused", f"its node refuses: {plain(said['refused'])}")
         if "failed" in said:
             kind: Literal["raised", "lost"] = "lost" if said["failed"] == "lost" else "raised"
-            return Failure(client, kind, str(said.get("reason"))[:2000])
-        if said.get("kept") == talk.sent - 1:
-            self._tell(client)
-            return None
-        slices, most = said.get("slices"), self._downloads.limit(client)
-        if not isinstance(slices, int) or said.get("slice") != talk.got or not letter.body:
+            return Failure(client, kind, plain(said.get("reason")))
+        if talk.sent < talk.slices:
+            if type(said.get("kept")) is int and said["kept"] == talk.sent - 1:
+                self._tell(client)
+                return None
+            return Failure(client, "refused", "an answer that makes no sense")
+        slices, piece = said.get("slices"), self._remote.slice_bytes
+        if type(slices) is not int or said.get("slice") != talk.got or not letter.body:
             return Failure(client, "refused", "an answer that makes no sense")
         talk.answer += letter.body
         talk.got += 1
-        if len(talk.answer) > most:
-            return Failure(client, "refused", f"more than the {most} bytes that were asked for")
+        if len(talk.answer) > talk.most or (slices - 1) * piece > talk.most:
+            return Failure(
+                client, "refused", f"more than the {talk.most} bytes that were asked for"
+            )
         if talk.got >= slices:
+            self._remote.kept[client] = said.get("state") is True
             return talk.answer, talk.base
-        size = self._remote.slice_bytes
-        self._ask(client, {"kind": "fetch", "slice": talk.got, "slice_bytes": size})
+        if len(letter.body) != piece:
+            return Failure(client, "refused", "an answer in slices of another size")
+        self._ask(client, {"kind": "fetch", "slice": talk.got, "slice_bytes": piece})
         return None
 
 
@@ -329,10 +377,6 @@ class _Packed:
         return self._packed
 
 
-def _held(done: Mapping[int, tuple[bytearray, Any] | Failure]) -> int:
-    return sum(len(found[0]) for found in done.values() if isinstance(found, tuple))
-
-
 def _report(client: int, found: tuple[bytearray, Any] | Failure) -> Report[Any] | Failure:
     if isinstance(found, Failure):
         return found
@@ -341,6 +385,13 @@ def _report(client: int, found: tuple[bytearray, Any] | Failure) -> Report[Any] 
         return report
     except PayloadError as error:
         return Failure(client, "refused", str(error))
+    except Exception as error:  # hostile bytes must not end the run
+        return Failure(client, "refused", f"cannot be read ({type(error).__name__})")
+
+
+def plain(text: Any) -> str:
+    """What a node says, fit for a terminal and a log."""
+    return "".join(letter for letter in str(text)[:500] if letter.isprintable())
 
 
 def question(run: str, told: Mapping[str, Any]) -> dict[str, Any]:
