@@ -135,7 +135,12 @@ class Meeting:
         channels = answer.get("channels")
         if not _NAME.fullmatch(str(name)):
             return f"its name {str(name)[:80]!r} is not a short word"
-        if type(images) is not int or not 2 <= images <= MOST or channels not in (1, 3):
+        if (
+            type(images) is not int
+            or not 2 <= images <= MOST
+            or channels not in (1, 3)
+            or channels is True
+        ):
             return f"it claims {str(images)[:20]} images of {str(channels)[:20]} channels"
         if self._channels not in (None, channels):
             return f"its images have {channels} channel(s), those of others {self._channels}"
