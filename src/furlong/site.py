@@ -427,7 +427,8 @@ class Site:
 
     def _participant(self, header: Mapping[str, Any], settings: Config) -> Participant:
         """The run as this site knows it; made once, and again if it changes."""
-        known = [header["run"], header["config"], header.get("sizes")]
+        me = None if self.own is None else header.get("client")
+        known = [header["run"], header["config"], header.get("sizes"), me]
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         if self._party is None or self._party[0] != digest:
             self.close()
