@@ -18,7 +18,7 @@ demo: install
 	$(BIN)/furlong demo
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 lint: install
 	$(BIN)/ruff check .

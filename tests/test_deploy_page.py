@@ -14,10 +14,9 @@ import pytest
 from furlong.deploy import free_port
 
 pytest.importorskip("flwr")
-pytestmark = [
-    pytest.mark.xdist_group("flower"),
-    pytest.mark.skipif(shutil.which("nginx", path="/usr/sbin:/usr/bin") is None, reason="no nginx"),
-]
+pytestmark = pytest.mark.skipif(
+    shutil.which("nginx", path="/usr/sbin:/usr/bin") is None, reason="no nginx"
+)
 PAGE = Path(__file__).parent.parent / "docs" / "deploy.md"
 
 

@@ -32,7 +32,9 @@ from furlong.deploy import (
 )
 
 pytest.importorskip("flwr")
-pytestmark = pytest.mark.xdist_group("flower")
+slow = pytest.mark.skipif(
+    not os.environ.get("FURLONG_SLOW"), reason="takes minutes: FURLONG_SLOW=1"
+)
 FURLONG = [sys.executable, "-m", "furlong.cli"]
 PATIENCE = 150.0  # seconds for anything, on a busy machine
 
@@ -158,6 +160,7 @@ def test_an_unknown_node_is_refused(federation: Federation, tmp_path: Path) -> N
     assert "Traceback" not in said
 
 
+@slow
 def test_a_node_that_disagrees_takes_no_part(federation: Federation, tmp_path: Path) -> None:
     """Site 3 agrees to another configuration; the run says so and goes on without it."""
     (tmp_path / "agreed.toml").write_text(settings("fedu", clients=4, epochs=2).toml())
@@ -211,6 +214,7 @@ def test_the_server_is_killed_and_resumed(federation: Federation, tmp_path: Path
     assert bits(federation.folder / "crash") == in_process(tmp_path / "one", "fedema", **options)
 
 
+@slow
 def test_the_superlink_is_killed_and_resumed(federation: Federation, tmp_path: Path) -> None:
     """The run ends with an error; nodes come back by themselves, and the run goes on."""
     options = {"rounds": 3, "optimiser.persist": True}
@@ -243,6 +247,7 @@ def test_a_simulation_of_a_hundred_clients(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("run/nodes/runs/*"))
 
 
+@slow
 def test_plain_flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``flwr run`` with what ``furlong flower-app`` writes; Flower starts a process per message."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
