@@ -177,7 +177,6 @@ def simulated(clients: int, state: Path, cpus: float, log: Path) -> Iterator[Gri
             "include_dashboard": False,
             "log_to_driver": False,
             "logging_level": "error",
-            "runtime_env": {"env_vars": {"FURLONG_STATE": str(state)}},
         },
     }
 
@@ -192,7 +191,8 @@ def simulated(clients: int, state: Path, cpus: float, log: Path) -> Iterator[Gri
         except BaseException as error:
             grids.put(error)
 
-    os.environ.update(_quiet(), FURLONG_STATE=str(state))
+    own = "FURLONG_STATE" not in os.environ  # on a Ray cluster it must be set everywhere
+    os.environ.update({"FURLONG_STATE": str(state), **os.environ, **_quiet()})
     thread = threading.Thread(target=simulate, name="flower-simulation", daemon=True)
     with _logged(log):
         thread.start()
@@ -210,7 +210,8 @@ def simulated(clients: int, state: Path, cpus: float, log: Path) -> Iterator[Gri
             over.set()
             thread.join(60)
             ray.shutdown()
-            os.environ.pop("FURLONG_STATE", None)
+            if own:
+                os.environ.pop("FURLONG_STATE", None)
 
 
 @contextmanager
