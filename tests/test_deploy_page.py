@@ -14,9 +14,10 @@ import pytest
 from furlong.deploy import free_port
 
 pytest.importorskip("flwr")
-pytestmark = pytest.mark.skipif(
-    shutil.which("nginx", path="/usr/sbin:/usr/bin") is None, reason="no nginx"
-)
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get("FURLONG_SLOW"), reason="a minute: FURLONG_SLOW=1"),
+    pytest.mark.skipif(shutil.which("nginx", path="/usr/sbin:/usr/bin") is None, reason="no nginx"),
+]
 PAGE = Path(__file__).parent.parent / "docs" / "deploy.md"
 
 
