@@ -197,11 +197,11 @@ def test_a_silent_node_is_given_up_at_the_deadline(tmp_path: Path) -> None:
         stuck = header["kind"] == "work" and header["client"] == 1
         return None if stuck and header["exchange"]["round"] == 1 else (header, body)
 
-    settings = flower(tmp_path, **{"run.deadline": 6, "rounds": 3})
+    settings = flower(tmp_path, **{"run.deadline": 10, "rounds": 3})
     experiment.run(settings, wire=Direct(parts(tmp_path), silent))
     found = failures(tmp_path)
     assert [len(line) for line in found] == [0, 1, 0]
-    assert found[1][0] == {"client": 1, "kind": "lost", "reason": "no answer within 6 s"}
+    assert found[1][0] == {"client": 1, "kind": "lost", "reason": "no answer within 10 s"}
 
 
 def test_too_few_nodes(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Bad(FedSimCLR):
 def test_one_bad_node(tmp_path: Path, how: str, kind: str, reason: str) -> None:
     """It answers for itself, the round goes on, and it takes part in the next one."""
     (tmp_path / "bad.py").write_text(BAD)
-    options = {"rounds": 3, "method.how": how, "run.deadline": 4}
+    options = {"rounds": 3, "method.how": how, "run.deadline": 20}
     settings = flower(tmp_path, f"{tmp_path / 'bad.py'}:Bad", **options)
     sites = parts(tmp_path, isolate=True, code=True)
     experiment.run(settings, wire=Direct(sites))
