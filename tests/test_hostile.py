@@ -155,7 +155,7 @@ def test_kept_for_ever(tmp_path: Path) -> None:
     wire.sites[101].answer = lambda h, b=b"": (
         Site.answer(wire.sites[101], h, b) if h["kind"] == "hello" else ({}, b"")
     )  # type: ignore[method-assign]
-    experiment.run(flower(tmp_path, **{"run.deadline": 3}), wire=wire)
+    experiment.run(flower(tmp_path, **{"run.deadline": 10}), wire=wire)
     assert sent[0] <= 4
 
 
@@ -358,7 +358,7 @@ def test_lost_answers_do_not_move_the_state(tmp_path: Path) -> None:
     b = tmp_path / "b"
     a.mkdir()
     b.mkdir()
-    opts = {"optimiser.persist": True, "rounds": 3, "run.deadline": 3}
+    opts = {"optimiser.persist": True, "rounds": 3, "run.deadline": 10}
 
     def down(header: dict[str, Any], body: bytes) -> Any:  # never reaches the node
         return (
