@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from furlong.assemble import flows
 from furlong.clustering import sinkhorn
 from furlong.context import ClientContext, Networks
+from furlong.cost import flows
 from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.losses import IGNORED

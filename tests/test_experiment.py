@@ -18,7 +18,8 @@ from PIL import Image
 
 import furlong
 from furlong import config, experiment, measure
-from furlong.assemble import describe_partition, flows, load_data, load_public, prepare, who
+from furlong.assemble import describe_partition, load_data, load_public, prepare, who
+from furlong.cost import flows
 from furlong.errors import FurlongError
 from furlong.experiment import Evaluator, Run, Status
 from furlong.payload import parts, traffic

@@ -333,7 +333,7 @@ def test_partial_participation_and_predicted_traffic(prepared: Any) -> None:
 
 def test_payload_of_the_paper() -> None:
     """Spec 2.10: 23 518 592 values up, 25 091 456 down with five clients."""
-    from furlong.assemble import flows
+    from furlong.cost import flows
 
     flow = flows("fcl", "resnet18")["train, later"]
     up, down = traffic(flow["up"]), traffic(flow["down"])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from furlong.config import Config, from_tree
+from furlong.config import Config
 from furlong.context import Exchange, Setup, Shard
 from furlong.data import images as data
 from furlong.data.augment import preset
@@ -26,7 +26,6 @@ from furlong.methods.alone import Alone
 from furlong.methods.ruled import Ruled
 from furlong.metrics import beta_cib, beta_hetero, expected_false_negatives
 from furlong.nets import build_encoder, evaluating, out_dim
-from furlong.payload import is_buffer, split_weights, traffic
 from furlong.rounds import Server, cohort_size, seed_of, seeded, shuffled, threads
 from furlong.weights import recalibrate
 
@@ -535,53 +534,9 @@ def without_data(
     settings: Config, sizes: dict[int, int], channels: int = 3, image_size: int = 32
 ) -> Server[Any, Any, Any]:
     """The server of a run whose clients hold ``sizes`` images, for predicting what is sent."""
+    none = torch.empty(0, channels, image_size, image_size, dtype=torch.uint8)
+    images = ImageSet(none, classes=tuple("0123456789"))
+    federation = Federation.of(images, Members(sizes, channels).split())
     method = _ruled(settings.make_method(), settings, len(sizes))
-    train, name = settings.train, _architecture(settings, method)
-    with torch.random.fork_rng(devices=[]):
-        width = out_dim(build_encoder(name, channels, image_size), channels, image_size)
-    setup = Setup(
-        encoder=name,
-        width=width,
-        channels=channels,
-        image_size=image_size,
-        augment=preset("none", image_size),
-        rounds=train.rounds,
-        epochs=train.epochs,
-        batch_size=train.batch_size,
-        optimiser=settings.optimiser,
-        sizes=sizes,
-        classes=10 if method.needs_labels else 0,
-        seed=settings.run.seed,
-    )
-    return Server(method, setup, fraction=train.fraction)
-
-
-def flows(
-    method: str, encoder: str, channels: int = 3, image_size: int = 32
-) -> dict[str, dict[str, Any]]:
-    """What goes down to and up from one of five clients with 1,000 images each.
-
-    By kind of exchange; where later exchanges of a kind send something else, they follow apart.
-    """
-    settings = from_tree({}, {"method": method, "encoder": encoder, "rounds": 2}, "options")
-    return sent_by(without_data(settings, dict.fromkeys(range(5), 1000), channels, image_size))
-
-
-def sent_by(server: Server[Any, Any, Any]) -> dict[str, dict[str, Any]]:
-    """What goes down to and up from the first client of a run, as :func:`flows` gives it."""
-    made, first = server.method, min(server.setup.sizes)
-    found: dict[str, dict[str, Any]] = {}
-    with server.computing("init"):
-        state = made.outline(None, [], server.context(Exchange(round=0)))
-    for exchange in server.exchanges():
-        ctx = server.context(exchange)
-        if exchange.clients != ():
-            up = made.expected(state, first, ctx)
-            if made.bn_stats == "local":
-                up = split_weights(up, is_buffer)[0]
-            flow = {"down": made.download(state, first, ctx), "up": up}
-            before = found.setdefault(exchange.kind, flow)
-            if [traffic(v) for v in flow.values()] != [traffic(v) for v in before.values()]:
-                found.setdefault(f"{exchange.kind}, later", flow)
-        state = made.outline(state, sorted(server.setup.sizes), ctx)
-    return found
+    setup = _setup(settings, method, federation)
+    return Server(method, setup, fraction=settings.train.fraction)

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
 
-from furlong.assemble import flows
 from furlong.config import from_tree, method_row
+from furlong.cost import flows
 from furlong.methods import METHODS
-from furlong.payload import parts, traffic
+from furlong.payload import traffic
 from furlong.words import size
 
 _FIELD = re.compile(r"((?:^    # .+\n)*)^    (\w+): [^#\n]*(?:# (.+))?$", re.MULTILINE)
@@ -84,16 +84,6 @@ def _meanings(cls: type) -> dict[str, str]:
             if comment := " ".join(filter(None, [*lines, behind])):
                 found.setdefault(name, comment)
     return found
-
-
-def grouped(value: Any) -> dict[tuple[str, str], tuple[int, int]]:
-    """(field, kind) -> (elements, bytes) of a payload."""
-    groups: dict[tuple[str, str], tuple[int, int]] = {}
-    for path, kind, elements, count in parts(value):
-        key = (path.split("/")[0], kind)
-        before = groups.get(key, (0, 0))
-        groups[key] = (before[0] + elements, before[1] + count)
-    return groups
 
 
 # ---------------------------------------------------------------- docs/methods.md

@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from furlong.assemble import without_data
+from furlong.config import from_tree
 from furlong.context import Exchange
-from furlong.payload import Traffic, is_buffer, split_weights, traffic
-from furlong.rounds import Server, draw_cohort
+from furlong.payload import Traffic, traffic
+from furlong.rounds import Server, draw_cohort, expected_upload
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one exchange sends, all clients together."""
+    """What one exchange sends, all counted clients together."""
 
     exchange: Exchange
     cohort: list[int]
@@ -26,23 +28,50 @@ class Cost:
     up: Traffic
 
 
-def predict(server: Server[Any, Any, Any]) -> Iterator[Cost]:
-    """The cost of every exchange of a run."""
+def predict(server: Server[Any, Any, Any], only: int | None = None) -> Iterator[Cost]:
+    """The cost of every exchange of a run, for all clients or ``only`` one."""
     method, setup = server.method, server.setup
     with server.computing("init"):
         state = method.outline(None, [], server.context(Exchange(round=0)))
     for exchange in server.exchanges():
         ctx = server.context(exchange)
         cohort = draw_cohort(setup.seed, exchange, sorted(setup.sizes), server.fraction)
+        counted = [client for client in cohort if only in (None, client)]
         down, up = Traffic(), Traffic()
-        for client in cohort:
-            expected = method.expected(state, client, ctx)
-            if method.bn_stats == "local":
-                expected = split_weights(expected, is_buffer)[0]
+        for client in counted:
             down += traffic(method.download(state, client, ctx))
-            up += traffic(expected)
-        yield Cost(exchange, cohort, down, up)
+            up += traffic(expected_upload(method, state, client, ctx))
+        yield Cost(exchange, counted, down, up)
         state = method.outline(state, cohort, ctx)
+
+
+def flows(
+    method: str, encoder: str, channels: int = 3, image_size: int = 32
+) -> dict[str, dict[str, Any]]:
+    """What goes down to and up from one of five clients with 1,000 images each.
+
+    By kind of exchange; where later exchanges of a kind send something else, they follow apart.
+    """
+    settings = from_tree({}, {"method": method, "encoder": encoder, "rounds": 2}, "options")
+    return sent_by(without_data(settings, dict.fromkeys(range(5), 1000), channels, image_size))
+
+
+def sent_by(server: Server[Any, Any, Any]) -> dict[str, dict[str, Any]]:
+    """What goes down to and up from the first client of a run, as :func:`flows` gives it."""
+    made, first = server.method, min(server.setup.sizes)
+    found: dict[str, dict[str, Any]] = {}
+    with server.computing("init"):
+        state = made.outline(None, [], server.context(Exchange(round=0)))
+    for exchange in server.exchanges():
+        ctx = server.context(exchange)
+        if exchange.clients != ():
+            up = expected_upload(made, state, first, ctx)
+            flow = {"down": made.download(state, first, ctx), "up": up}
+            before = found.setdefault(exchange.kind, flow)
+            if [traffic(v) for v in flow.values()] != [traffic(v) for v in before.values()]:
+                found.setdefault(f"{exchange.kind}, later", flow)
+        state = made.outline(state, sorted(server.setup.sizes), ctx)
+    return found
 
 
 def coded_bits(

@@ -14,9 +14,10 @@ from jinja2 import Environment, StrictUndefined
 
 from furlong import assemble, config
 from furlong.aggregation import ServerSettings
+from furlong.cost import sent_by
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
-from furlong.payload import Traffic, parts
+from furlong.payload import Traffic, by_field
 from furlong.report import ENCODERS, percent
 from furlong.runfolder import RunFolder
 from furlong.tables import PROTOCOLS
@@ -191,13 +192,11 @@ def _fields(
         server = assemble.without_data(
             settings, sizes, int(about["channels"]), int(about["image_size"])
         )
-        flows = assemble.sent_by(server)
+        flows = sent_by(server)
     except (FurlongError, KeyError, ValueError):
         return None
-    found: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for kind, ways in flows.items():
-        for path, what, values, count in parts(ways["up"]):
-            key = (kind, path.split("/")[0], what)
-            before = found.get(key, (0, 0))
-            found[key] = (before[0] + values, before[1] + count)
-    return [(*key, *numbers) for key, numbers in found.items()]
+    return [
+        (kind, *key, *numbers)
+        for kind, ways in flows.items()
+        for key, numbers in by_field(ways["up"]).items()
+    ]

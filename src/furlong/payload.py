@@ -324,3 +324,13 @@ def traffic(value: Any) -> Traffic:
     for _, kind, _, size in parts(value):
         counts[kind] += size
     return Traffic(**counts)
+
+
+def by_field(value: Any) -> dict[tuple[str, str], tuple[int, int]]:
+    """(field, kind) -> (elements, bytes) of a payload."""
+    groups: dict[tuple[str, str], tuple[int, int]] = {}
+    for path, kind, elements, size in parts(value):
+        key = (path.split("/")[0], kind)
+        before = groups.get(key, (0, 0))
+        groups[key] = (before[0] + elements, before[1] + size)
+    return groups

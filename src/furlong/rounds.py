@@ -185,6 +185,12 @@ def run_client(
 # ---------------------------------------------------------------- the server's half
 
 
+def expected_upload(method: Method[S, Any, Any, U], state: S, client: int, ctx: ServerContext) -> U:
+    """What ``client`` must send: names, shapes and dtypes, without what stays with it."""
+    expected = method.expected(state, client, ctx)
+    return split_weights(expected, is_buffer)[0] if method.bn_stats == "local" else expected
+
+
 @dataclass
 class Server(Generic[S, D, U]):
     """The server of one run: a method, the clients it knows of, and what it accepts."""
@@ -300,8 +306,7 @@ class Downloads(Mapping[int, D], Generic[S, D]):
         """Bytes that a packed answer of ``client`` may have: no engine needs to take more."""
         ctx = self._ctx
         with threads(), seeded(ctx.setup.device, "limit"):
-            expected = self._method.expected(self._state, client, ctx)
-        tensors, _ = flatten(expected)
+            tensors, _ = flatten(expected_upload(self._method, self._state, client, ctx))
         return sum(t.nbytes for t in tensors.values()) + 400 * len(tensors) + (1 << 20)
 
     def __iter__(self) -> Iterator[int]:
@@ -348,7 +353,7 @@ class _Gate(Generic[S, U]):
 
     def _refuse(self, client: int, reply: Report[U]) -> str | None:
         try:
-            expected = self._expected(client)
+            expected = expected_upload(self._server.method, self._state, client, self._ctx)
             return self._server.guard.check(reply, expected, self._exchange, client)
         except Exception as error:  # a hostile reply must not end the run
             return f"cannot be checked ({type(error).__name__})"
@@ -370,8 +375,3 @@ class _Gate(Generic[S, U]):
                 f"is {fewest} ({reasons}{more}). What was saved stays; 'furlong resume RUN' goes "
                 "on, and takes other values of --train.min-clients and --run.deadline."
             )
-
-    def _expected(self, client: int) -> U:
-        method = self._server.method
-        expected = method.expected(self._state, client, self._ctx)
-        return split_weights(expected, is_buffer)[0] if method.bn_stats == "local" else expected

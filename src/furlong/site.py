@@ -27,30 +27,25 @@ from furlong.assemble import (
     Participant,
     own_size,
     participate,
-    sent_by,
     skipped,
     told,
-    without_data,
 )
-from furlong.checkpoint import write_atomically
 from furlong.compress import decode, encode
 from furlong.config import Config, from_tree, without_none
 from furlong.context import Exchange
 from furlong.data import images as data
 from furlong.data.images import ImageSet
-from furlong.engines.inprocess import Blob, InProcess, can_fork, describe
+from furlong.engines.inprocess import InProcess, can_fork, describe
 from furlong.engines.remote import PROTOCOL
 from furlong.errors import FurlongError
 from furlong.payload import (
     PayloadError,
-    Weights,
     pack_tensors,
-    parts,
-    traffic,
     unpack_tensors,
 )
-from furlong.rounds import Failure
+from furlong.rounds import Failure, Server
 from furlong.runfolder import RunFolder
+from furlong.statefiles import StateFiles
 from furlong.words import size
 
 _PATH = re.compile(r"'[^'\n]*/[^'\n]*'|\"[^\"\n]*/[^\"\n]*\"|[^\s'\"(]*/[^\s'\")]*")
@@ -81,99 +76,6 @@ class Own:
             limit=self.limit,
             image_size=image_size,
         ).unlabelled()
-
-
-class StateFiles:
-    """A client's states in files, one for each exchange that the server may go back to.
-
-    A server that is killed and resumed asks for an exchange again: the client then goes on from
-    the state that it had before that exchange, whatever it has stored since.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.index, self.oldest = folder, 0, 0
-
-    def _of(self, client: int, what: str = "state") -> dict[int, Path]:
-        found = self.folder.glob(f"{client:05d}-*.{what}.safetensors")
-        return {int(path.name.split("-")[1].split(".")[0]): path for path in sorted(found)}
-
-    def at(self, client: int, exchange: int, since: int | None, oldest: int) -> None:
-        """Go (back) to the state of exchange ``since``, the last answer that reached the server.
-
-        What was stored later belongs to answers that were lost, or to a time that the server has
-        left. It keeps nothing before ``oldest``.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.index = exchange
-        for what in ("state", "residual"):
-            files = self._of(client, what)
-            needed = max((n for n in files if n < oldest), default=0)
-            for number, path in files.items():
-                if since is None or number > since or number < needed:
-                    path.unlink(missing_ok=True)
-
-    def blob(self, client: int) -> Blob | None:
-        """The state before the present exchange."""
-        files = self._of(client)
-        path = files[max(files)] if files else None
-        return None if path is None else Blob(path.stat().st_size, path=path)
-
-    def get(self, client: int) -> Any | None:
-        """Its bytes."""
-        blob = self.blob(client)
-        return None if blob is None else blob.map()
-
-    def put(self, client: int, packed: Any, what: str = "state") -> None:
-        """The state after the present exchange, on disk before anything is answered."""
-        path = self.folder / f"{client:05d}-{self.index:06d}.{what}.safetensors"
-        write_atomically(path, packed)
-
-    def keep(self, client: int, blob: Blob) -> None:
-        """As :meth:`put`."""
-        try:
-            self.put(client, blob.map())
-        finally:
-            blob.close()
-
-    def residual(self, client: int) -> Weights:
-        """What rounding has lost of earlier answers."""
-        files = self._of(client, "residual")
-        if not files:
-            return {}
-        return unpack_tensors(bytearray(files[max(files)].read_bytes()))[0]
-
-    def items(self) -> Iterator[tuple[int, Any]]:
-        """None: they are on disk already."""
-        return iter(())
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One field of an answer."""
-
-    when: str
-    field: str
-    tensors: int
-    kind: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """What would leave a site."""
-
-    hello: str
-    rows: list[Row]
-    total: int
-    visits: int
-    others: int
-    words: str
-
-
-_KINDS = {"params": "weights", "buffers": "BatchNorm", "features": "features", "scalars": "numbers"}
 
 
 @dataclass
@@ -222,34 +124,13 @@ class Site:
             self.say(skipped(found))
         return len(found)
 
-    def leaving(self, settings: Config) -> Leaving:
-        """What would leave this site in a run of ``settings``."""
+    def predicted(self, settings: Config) -> Server[Any, Any, Any]:
+        """The server of a run whose sites are all like this one, to predict what is sent."""
         own = None if self.own is None else _loaded(self.own, own_size(settings))
-        if own is not None and own.skipped:
-            self.say(skipped(own))
-        if own is None:
-            party = participate(settings, None, {})
-            sizes, channels = party.federation.sizes, party.federation.images.channels
-        else:
-            count = settings.data.clients or 2
-            sizes, channels = dict.fromkeys(range(count), len(own)), own.channels
-        side = own_size(settings) if own is not None else party.setup.image_size
-        server = without_data(settings, sizes, channels, side)
-        me = min(self.part or 0, max(sizes))
-        rows, total, visits = [], 0, 0
-        for when, flow in sent_by(server).items():
-            times = sum(1 for e in server.exchanges() if e.kind == when.split(",")[0])
-            fields: dict[tuple[str, str], list[int]] = {}
-            for path, kind, _, count in parts(flow["up"]):
-                fields.setdefault((path.split("/")[0], _KINDS[kind]), []).append(count)
-            rows += [Row(when, f, len(each), k, sum(each)) for (f, k), each in fields.items()]
-            if ", later" not in when:
-                total += times * traffic(flow["up"]).total
-                visits += times
-        name = self.name or "that of its key"
-        hello = f"its name ({name}), the number of images ({sizes[me]:,}) and of channels"
-        method = settings.make_method()
-        return Leaving(hello, rows, total, visits, len(sizes) - 1, method.leaves)
+        count = settings.data.clients or 2
+        sizes = {} if own is None else dict.fromkeys(range(count), len(own))
+        party = participate(settings, own, sizes)
+        return Server(party.method, party.setup, fraction=settings.train.fraction)
 
     # ------------------------------------------------------------ may it?
 

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from furlong import assemble, catalogue, config
 from furlong.cli.common import app, console, dotted, err
-from furlong.cost import Cost, predict
+from furlong.cost import Cost, flows, predict
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
-from furlong.payload import Traffic
+from furlong.payload import Traffic, by_field
 from furlong.words import size
 
 
@@ -166,8 +166,8 @@ def _facts(e: catalogue.Entry) -> dict[str, Any]:
 def _one_method(name: str, encoder: str, as_json: bool) -> None:
     e = catalogue.entry(name, encoder)
     sent = {
-        kind: {way: catalogue.grouped(value) for way, value in flow.items()}
-        for kind, flow in assemble.flows(name, encoder).items()
+        kind: {way: by_field(value) for way, value in flow.items()}
+        for kind, flow in flows(name, encoder).items()
     }
     if as_json:
         amounts = {

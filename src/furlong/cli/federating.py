@@ -18,7 +18,9 @@ from rich.table import Table
 
 from furlong import config
 from furlong.cli.common import app, console, dotted, err
+from furlong.cost import predict, sent_by
 from furlong.errors import FurlongError
+from furlong.payload import by_field
 from furlong.words import size
 
 if TYPE_CHECKING:
@@ -210,21 +212,31 @@ def _dry_run(site: Site) -> None:
     """Fields and bytes of every kind of answer, and the words of the method about them."""
     if site.agree is None:
         raise FurlongError("--dry-run needs --agree CONFIG: what leaves depends on the method.")
-    leaving = site.leaving(site.agree)
-    table = Table("when", "field", "tensors", "what", "bytes")
-    for column in (2, 4):
-        table.columns[column].justify = "right"
-    for row in leaving.rows:
-        table.add_row(row.when, row.field, f"{row.tensors:,}", row.kind, size(row.bytes))
-    console.print(f"Once: {leaving.hello}", markup=False, soft_wrap=True)
-    console.print("In each answer:")
-    console.print(table)
+    settings = site.agree
+    site.check()
+    server, me = site.predicted(settings), site.part or 0
+    name = site.name or "that of its key"
     console.print(
-        f"In all {size(leaving.total)} in {leaving.visits:,} answers, if it is asked every time "
-        f"(other sites of the same size: {leaving.others}).",
+        f"Once: its name ({name}), the numbers of its images ({server.setup.sizes[me]:,}) and of "
+        "their channels.",
+        markup=False,
         soft_wrap=True,
     )
-    console.print(f"What that may reveal: {leaving.words}", markup=False, soft_wrap=True)
+    table = Table("answer", "field", "what", "numbers", "bytes")
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for when, flow in sent_by(server).items():
+        for (field, kind), (elements, count) in by_field(flow["up"]).items():
+            table.add_row(when, field, kind, f"{elements:,}", size(count))
+    console.print(table)
+    asked = [item for item in predict(server, me) if item.cohort]
+    total = sum(item.up.total for item in asked)
+    console.print(
+        f"In all {size(total)} in {len(asked):,} answers, if other sites are like this one.",
+        soft_wrap=True,
+    )
+    leaves = settings.make_method().leaves
+    console.print(f"What that may reveal: {leaves}", markup=False, soft_wrap=True)
     console.print(
         "With every answer: the number of images, the loss and other means of the training, and an "
         "error's text if it fails. Never: images, file names, paths, labels.",
