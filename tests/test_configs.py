@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -158,3 +161,13 @@ def test_small_budget_by_options() -> None:
     named = config.load(path, {"encoder": "small", "method.projection_head": "proj_128"}).method
     assert named["projection_head"] == "proj_128"
     assert config.load(path).method["projection_head"] == "easyfl_proj"
+
+
+LOCK: dict[str, str] = json.loads((Path(__file__).parent / "configs.lock.json").read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_resolves_as_locked(path: Path) -> None:
+    """The SHA-256 of every key, defaults included."""
+    tree = json.dumps(asdict(config.load(path)), sort_keys=True)
+    assert hashlib.sha256(tree.encode()).hexdigest() == LOCK[f"{path.parent.name}/{path.stem}"]

@@ -49,7 +49,7 @@ class Local(Generic[C, U]):
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@payload
+@payload("furlong.method.Report")
 class Report(Generic[U]):
     """One client's answer in one exchange."""
 

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform, overload
 
 import torch
 from torch import Tensor
@@ -45,11 +45,26 @@ class PayloadError(FurlongError):
     """Bytes that are not a payload, or not one that this program knows."""
 
 
+@overload
+def payload(cls: type[T], /) -> type[T]: ...
+@overload
+def payload(name: str, /) -> Callable[[type[T]], type[T]]: ...
 @dataclass_transform(frozen_default=True)
-def payload(cls: type[T]) -> type[T]:
-    """Make ``cls`` a frozen dataclass that can be packed and unpacked."""
+def payload(cls: Any, /) -> Any:
+    """Make a class a frozen dataclass that can be packed and unpacked.
+
+    Files and messages name the class: by module and class, or, as ``@payload("name")``, by a name
+    that stays when the class moves to another module.
+    """
+    if isinstance(cls, str):
+        return lambda named: _register(cls, named)
+    return _register(f"{cls.__module__}.{cls.__qualname__}", cls)
+
+
+def _register(name: str, cls: type[T]) -> type[T]:
     made = dataclass(frozen=True)(cls)
-    _REGISTRY[f"{cls.__module__}.{cls.__qualname__}"] = made
+    made._payload = name  # type: ignore[attr-defined]
+    _REGISTRY[name] = made
     return made
 
 
@@ -74,9 +89,11 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value if math.isfinite(value) else {"float": repr(value)}
     below = f"{path}/" if path else ""
     if is_dataclass(value) and not isinstance(value, type):
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        if name not in _REGISTRY:
-            raise TypeError(f"{name} is not a payload: decorate it with @payload")
+        name = vars(type(value)).get("_payload")
+        if name is None:
+            raise TypeError(
+                f"{type(value).__qualname__} is not a payload: decorate it with @payload"
+            )
         items = {
             f.name: _encode(getattr(value, f.name), below + f.name, tensors) for f in fields(value)
         }

@@ -144,7 +144,7 @@ def draw_cohort(seed: int, exchange: Exchange, clients: list[int], fraction: flo
 # ---------------------------------------------------------------- the client's half
 
 
-@payload
+@payload("furlong.rounds.Kept")
 class Kept:
     """What ``rounds`` keeps for a client: the method's state, and what the run's settings ask."""
 

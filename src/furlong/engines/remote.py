@@ -144,7 +144,7 @@ class Roster:
             time.sleep(0.25)
 
 
-@payload
+@payload("furlong.engines.remote.Since")
 class Since:
     """The exchange of a client's last answer that arrived, and whether a state belongs to it."""
 

@@ -21,7 +21,7 @@ from furlong.payload import payload
 Y = TypeVar("Y")
 
 
-@payload
+@payload("furlong.methods.alone.Each")
 class Each:
     """The server state of every client's own run."""
 

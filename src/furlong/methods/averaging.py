@@ -31,7 +31,7 @@ WEIGHTS_REVEAL = (
 )
 
 
-@payload
+@payload("furlong.methods.averaging.Model")
 class Model:
     """One network's weights."""
 

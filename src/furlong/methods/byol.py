@@ -21,7 +21,7 @@ from furlong.payload import Weights, payload
 from furlong.weights import ema_, snapshot
 
 
-@payload
+@payload("furlong.methods.byol.Shared")
 class Shared:
     """What travels: an encoder (backbone and projector) and a predictor."""
 
@@ -29,7 +29,7 @@ class Shared:
     predictor: Weights
 
 
-@payload
+@payload("furlong.methods.byol.Triple")
 class Triple:
     """BYOL's three networks, as values: online and target never share storage."""
 

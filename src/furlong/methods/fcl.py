@@ -41,7 +41,7 @@ from furlong.payload import Weights, payload
 from furlong.weights import BatchNormPolicy, ema_, snapshot
 
 
-@payload
+@payload("furlong.methods.fcl.Pair")
 class Pair:
     """The query network and its slowly following copy."""
 
@@ -49,7 +49,7 @@ class Pair:
     key: Weights
 
 
-@payload
+@payload("furlong.methods.fcl.Server")
 class Server:
     """Both networks, and every client's newest features with the round they came in."""
 
@@ -61,7 +61,7 @@ class Server:
     told: tuple[int, ...]  # clients that hold the public images
 
 
-@payload
+@payload("furlong.methods.fcl.Down")
 class Down:
     """Both networks, and the features of all others, (M-1)K×d or fewer."""
 
@@ -71,7 +71,7 @@ class Down:
     public: Tensor | None
 
 
-@payload
+@payload("furlong.methods.fcl.Up")
 class Up:
     """Both networks, and the client's features K×d, if it shares them."""
 
@@ -80,7 +80,7 @@ class Up:
     features: Tensor | None
 
 
-@payload
+@payload("furlong.methods.fcl.State")
 class State:
     """The banks that a client keeps, where both have their oldest row, the public images."""
 

@@ -47,7 +47,7 @@ from furlong.peernorm import peers
 from furlong.weights import BatchNormPolicy, snapshot
 
 
-@payload
+@payload("furlong.methods.fedca.Alignment")
 class Alignment:
     """The alignment model and its images, uint8 n×C×S×S; constant, sent once to each client."""
 
@@ -55,7 +55,7 @@ class Alignment:
     pixels: Tensor
 
 
-@payload
+@payload("furlong.methods.fedca.Server")
 class Server:
     """The global network, each client's newest dictionary rows, who has the alignment model."""
 
@@ -65,7 +65,7 @@ class Server:
     told: tuple[int, ...]
 
 
-@payload
+@payload("furlong.methods.fedca.Down")
 class Down:
     """The network, the dictionary (rows×d_z), and at first the alignment model."""
 
@@ -74,7 +74,7 @@ class Down:
     alignment: Alignment | None
 
 
-@payload
+@payload("furlong.methods.fedca.Up")
 class Up:
     """The trained network and rows for the dictionary."""
 
@@ -82,7 +82,7 @@ class Up:
     rows: Tensor
 
 
-@payload
+@payload("furlong.methods.fedca.State")
 class State:
     """What a client keeps: Z (n_k×d_z), and the alignment images with what they are to become."""
 

@@ -22,7 +22,7 @@ from furlong.payload import Weights, payload
 from furlong.weights import lerp, mean_conv_l2, sq_l2
 
 
-@payload
+@payload("furlong.methods.fedema.State")
 class State:
     """What a client keeps: its networks, d_k of its last local training, λ_k, and when that was."""
 

@@ -33,7 +33,7 @@ from furlong.payload import Weights, payload
 from furlong.weights import ema_, snapshot
 
 
-@payload
+@payload("furlong.methods.fedmoco.Nets")
 class Nets:
     """The query network, and the key network where that travels."""
 
@@ -41,7 +41,7 @@ class Nets:
     key: Weights | None
 
 
-@payload
+@payload("furlong.methods.fedmoco.Queue")
 class Queue:
     """The client's last keys, K×d, and which of them is the oldest."""
 

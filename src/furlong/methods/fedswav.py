@@ -39,7 +39,7 @@ from furlong.peernorm import peers
 from furlong.weights import snapshot
 
 
-@payload
+@payload("furlong.methods.fedswav.Prototyped")
 class Prototyped:
     """An encoder (backbone and projector) and the prototypes, ``weight`` P×d."""
 

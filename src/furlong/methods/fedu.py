@@ -22,7 +22,7 @@ from furlong.payload import Weights, payload
 from furlong.weights import DIVERGENCES
 
 
-@payload
+@payload("furlong.methods.fedu.State")
 class State:
     """What a client keeps: the networks that its next merge may need, and the divergence."""
 

@@ -39,7 +39,7 @@ from furlong.sensor import REPRESENTATION_CHANNELS, Sensor, trunk
 from furlong.weights import BatchNormPolicy, restore, snapshot
 
 
-@payload
+@payload("furlong.methods.mfcl.Server")
 class Server:
     """Sensor, discriminator with projector and momentum, and what each client has sent."""
 
@@ -49,7 +49,7 @@ class Server:
     held: dict[int, tuple[int, ...]]  # client -> parts of its representations, on disk
 
 
-@payload
+@payload("furlong.methods.mfcl.Codes")
 class Codes:
     """Representations of two views of n images: n×2×64×S×S."""
 

@@ -38,7 +38,7 @@ from furlong.payload import Weights, payload
 from furlong.weights import BatchNormPolicy, ema_, snapshot
 
 
-@payload
+@payload("furlong.methods.orchestra.Nets")
 class Nets:
     """θ (backbone and projector), ξ unless clients keep it, and the rotation layer."""
 
@@ -47,7 +47,7 @@ class Nets:
     rotation: Weights
 
 
-@payload
+@payload("furlong.methods.orchestra.Shared")
 class Shared:
     """What the server has and sends: the networks and C, G×d; C only when there is one."""
 
@@ -55,7 +55,7 @@ class Shared:
     centroids: Tensor | None
 
 
-@payload
+@payload("furlong.methods.orchestra.Up")
 class Up:
     """The networks, if they were trained, and the local centroids, L×d."""
 
@@ -63,7 +63,7 @@ class Up:
     centroids: Tensor
 
 
-@payload
+@payload("furlong.methods.orchestra.State")
 class State:
     """What a stateful client keeps: ξ, and its memory M×d, the oldest row first."""
 

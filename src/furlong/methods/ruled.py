@@ -17,7 +17,7 @@ from furlong.methods.wrapping import Wrapping
 from furlong.payload import Weights, payload
 
 
-@payload
+@payload("furlong.methods.ruled.State")
 class State:
     """The method's server state, and the moments of the server's optimiser, if it has one."""
 
