@@ -13,10 +13,10 @@ from typing import Any, get_args
 
 import torch
 
-from furlong.compress import How, decode, encode
-from furlong.nets import build_encoder
-from furlong.payload import Weights
-from furlong.weights import snapshot
+from furlong.core.payload import Weights
+from furlong.core.weights import snapshot
+from furlong.engines.codec import How, decode, encode
+from furlong.nn.encoders import build_encoder
 
 
 def main() -> None:

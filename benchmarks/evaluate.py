@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from furlong.evaluate import RECIPES, knn, linear_probe
+from furlong.evaluation import RECIPES, knn, linear_probe
 
 
 def drawn(count: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

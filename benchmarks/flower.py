@@ -36,13 +36,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from furlong import deploy, experiment
-from furlong.certificates import make_certs
-from furlong.compress import How
-from furlong.config import from_tree
+from furlong.deploy import processes
+from furlong.deploy.keys import make_certs
+from furlong.deploy.node import Site
+from furlong.engines.codec import How
 from furlong.engines.inprocess import keep_freed_memory
 from furlong.engines.remote import Letter
-from furlong.site import Site
+from furlong.runs import loop
+from furlong.runs.config import from_tree
 
 FURLONG = [sys.executable, "-m", "furlong.cli"]
 LIMIT = 900.0  # seconds for anything
@@ -175,7 +176,7 @@ def follow(
     samples: list[Any] = []
     spent: list[float] = []
     log = lines.parent.parent / f"{lines.parent.name}.log"
-    with deploy.running(command, env, log) as child:
+    with processes.running(command, env, log) as child:
         end = time.monotonic() + LIMIT
         while child.poll() is None and time.monotonic() < end:
             if len(read(lines)) > len(samples):
@@ -206,9 +207,9 @@ class Federation:
     """A SuperLink and nodes with TLS and authentication: furlong's commands, or Flower's."""
 
     def __init__(self, folder: Path, nodes: int, plain: bool) -> None:
-        self.folder, self.plain, self.port = folder, plain, deploy.free_port()
+        self.folder, self.plain, self.port = folder, plain, processes.free_port()
         self.certs, self.state = folder / "certs" / "server", folder / "superlink"
-        self.env = deploy.environment(self.state / "flower")
+        self.env = processes.environment(self.state / "flower")
         self._stack = ExitStack()
         self._nodes: dict[int, tuple[ExitStack, int]] = {}
         names = [f"site{k}" for k in range(nodes)]
@@ -220,15 +221,15 @@ class Federation:
             command = [*FURLONG, "superlink", "--certs", str(self.certs), "--port", str(self.port)]
             command += ["--state", str(self.state)]
             if self.plain:
-                ours = deploy.superlink_command(self.certs, self.state, port=self.port)
+                ours = processes.superlink_command(self.certs, self.state, port=self.port)
                 command = self._subprocess(ours)
             log = self.folder / "superlink.log"
-            child = stack.enter_context(deploy.running(command, self.env, log))
+            child = stack.enter_context(processes.running(command, self.env, log))
             if self.plain:
                 authority = self.certs / "ca.crt"
-                deploy.wait_healthy(child, "127.0.0.1", self.port, authority)
-                deploy.write_connection(self.state / "flower", "127.0.0.1", self.port, authority)
-                list(deploy.Roster(self.certs, self.state).update())
+                processes.wait_healthy(child, "127.0.0.1", self.port, authority)
+                processes.write_connection(self.state / "flower", "127.0.0.1", self.port, authority)
+                list(processes.Roster(self.certs, self.state).update())
             else:
                 wait(lambda: "is ready" in log.read_text(), "the SuperLink's start")
             self._stack = stack.pop_all()
@@ -254,14 +255,14 @@ class Federation:
         command += ["--state", str(state), "--part", str(k), "--device", "cpu"]
         if self.plain:
             about: dict[str, str | int] = {"partition-id": k, "state": str(state)}
-            ours = deploy.supernode_command(
-                certs, superlink, certs / "none", port=deploy.free_port(), config=about
+            ours = processes.supernode_command(
+                certs, superlink, certs / "none", port=processes.free_port(), config=about
             )
             command = self._subprocess(ours)
         stack = ExitStack()
         log = self.folder / f"node{k}.log"
         env = self.env | {"FLWR_HOME": str(state / "flower")}
-        child = stack.enter_context(deploy.running(command, env, log))
+        child = stack.enter_context(processes.running(command, env, log))
         self._nodes[k] = stack, child.pid
 
     def stop(self, k: int) -> None:
@@ -281,9 +282,9 @@ class Federation:
         command = [*FURLONG, "run", str(config)]
         if self.plain:
             app = self.folder / f"{name}-app"
-            with deploy.running([*FURLONG, "flower-app", str(app), str(config)], {}) as child:
+            with processes.running([*FURLONG, "flower-app", str(app), str(config)], {}) as child:
                 child.wait(LIMIT)
-            command = [deploy.program("flwr"), "run", str(app), "furlong", "--stream"]
+            command = [processes.program("flwr"), "run", str(app), "furlong", "--stream"]
         return follow(command, self.env, out / "metrics.jsonl", sample)
 
     def bare(self, size: int, rounds: int, nodes: int) -> Followed:
@@ -295,7 +296,7 @@ class Federation:
             (app / name).write_text(text)
         lines = out / "metrics.jsonl"
         given = f'bytes={size} rounds={rounds} nodes={nodes} out="{lines}"'
-        command = [deploy.program("flwr"), "run", str(app), "furlong", "--stream", "-c", given]
+        command = [processes.program("flwr"), "run", str(app), "furlong", "--stream", "-c", given]
         return follow(command, self.env, lines, self.cpu)
 
 
@@ -368,12 +369,12 @@ class Direct:
         return [self._letters.pop(t) for t in list(tickets) if t in self._letters]
 
 
-def direct(options: dict[str, Any], how: How) -> tuple[Direct, experiment.Run]:
+def direct(options: dict[str, Any], how: How) -> tuple[Direct, loop.Run]:
     """A run over a wire inside this process."""
     with tempfile.TemporaryDirectory() as folder:
         wire = Direct(Path(folder), options["clients"])
         more = {"engine": "flower", "flower.encoding": how, "out": f"{folder}/run"}
-        return wire, experiment.run(from_tree({}, {**options, **more}, "benchmark"), wire=wire)
+        return wire, loop.run(from_tree({}, {**options, **more}, "benchmark"), wire=wire)
 
 
 # ---------------------------------------------------------------- tables

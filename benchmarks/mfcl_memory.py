@@ -14,10 +14,10 @@ import threading
 import time
 from pathlib import Path
 
-from furlong.assemble import prepare
-from furlong.config import from_tree
+from furlong.core.exchange import Server
 from furlong.engines.inprocess import InProcess
-from furlong.rounds import Server
+from furlong.runs.config import from_tree
+from furlong.runs.prepare import prepare
 
 
 def held() -> int:

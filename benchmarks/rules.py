@@ -14,10 +14,10 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from furlong.aggregation import Ruling, ServerSettings
-from furlong.methods.averaging import Model
-from furlong.nets import build_encoder
-from furlong.weights import snapshot
+from furlong.core.aggregation import Ruling, ServerSettings
+from furlong.core.weights import snapshot
+from furlong.methods.base import Model
+from furlong.nn.encoders import build_encoder
 
 
 def main() -> None:

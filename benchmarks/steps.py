@@ -25,14 +25,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from furlong.assemble import Prepared, prepare
-from furlong.config import from_tree
-from furlong.context import ClientContext, Exchange, Networks
+from furlong.core.context import ClientContext, Exchange, Networks
 from furlong.engines.inprocess import keep_freed_memory
-from furlong.losses import info_nce, neighbourhood_matching
 from furlong.methods.bank import new_bank
-from furlong.nets import evaluating
-from furlong.rounds import seeded
+from furlong.nn.encoders import evaluating
+from furlong.nn.losses import info_nce, neighbourhood_matching
+from furlong.runs.config import from_tree
+from furlong.runs.prepare import Prepared, prepare
+from furlong.seeding import seeded
 
 LIMITS = {"fcl": 1.35, "fedca": 1.30}
 

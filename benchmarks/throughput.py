@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from furlong.assemble import Prepared, prepare
-from furlong.config import from_tree
-from furlong.context import ClientContext, Exchange, Networks
+from furlong.core.context import ClientContext, Exchange, Networks
+from furlong.core.weights import ema_, snapshot
 from furlong.engines.inprocess import InProcess, keep_freed_memory
-from furlong.losses import byol, nt_xent
-from furlong.rounds import seeded
-from furlong.weights import ema_, snapshot
+from furlong.nn.losses import byol, nt_xent
+from furlong.runs.config import from_tree
+from furlong.runs.prepare import Prepared, prepare
+from furlong.seeding import seeded
 
 BATCH = 128
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong import OneNetwork
-from furlong.context import Batch, Context
-from furlong.methods.averaging import WEIGHTS_REVEAL, projecting
+from furlong.core.context import Batch, Context
+from furlong.methods.base import WEIGHTS_REVEAL, projecting
 
 
 def uniformity(z: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from furlong.assemble import Prepared, prepare
-from furlong.config import Config, from_tree
+from furlong.runs.config import Config, from_tree
+from furlong.runs.prepare import Prepared, prepare
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 

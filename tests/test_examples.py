@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from furlong.core.payload import pack
 from furlong.engines.inprocess import InProcess
-from furlong.payload import pack
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

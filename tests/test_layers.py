@@ -10,35 +10,21 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "furlong"
 FILES = sorted(SRC.rglob("*.py"))
-FEDERATION = {
-    "method",
-    "context",
-    "federation",
-    "rounds",
-    "guard",
-    "engines",
-    "methods",
-    "checkpoint",
-    "runfolder",
-    "assemble",
-    "experiment",
-    "monitor",
-    "finetune",
-    "measure",
-    "report",
-    "config",
-    "cli",
-    "demo",
-    "tables",
-    "compare",
-    "comparison",
-    "mapping",
-    "meeting",
-    "site",
+BASE = {"errors", "words", "files", "seeding"}  # modules of the top level that know nothing
+RULES: dict[str, set[str]] = {  # room -> rooms that it may import
+    "nn": set(),
+    "data": set(),
+    "core": {"nn", "data"},
+    "methods": {"core", "nn", "data"},
+    "engines": {"core", "nn", "data"},
+    "evaluation": {"nn", "data"},
+    "runs": {"core", "nn", "data", "methods", "engines", "evaluation", "papers"},
+    "reports": {"runs", "core", "nn", "data", "methods", "evaluation", "papers"},
+    "deploy": {"runs", "core", "nn", "data", "methods", "engines"},
+    "papers": set(),
+    **{name: set() for name in BASE},
 }
-LEAVES = {"aggregation", "losses", "clustering", "weights", "payload", "nets", "metrics"}
-LEAVES |= {"errors", "figures", "words", "peernorm", "sensor", "optim", "instahide", "ondisk"}
-LEAVES |= {"papers", "significance", "tsne", "compress", "certificates", "deploy"}
+FREE = {"cli", ""}  # may import everything; "" is the package's own __init__
 
 
 def name_of(path: Path) -> str:
@@ -69,20 +55,13 @@ def modules(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_respect_the_layers(path: Path) -> None:
-    me, top = name_of(path), name_of(path).split(".")[0]
-    tops = {name.split(".")[0] for name in imports(path)}
-    if top in LEAVES | {"data", "evaluate"}:
-        assert not tops & FEDERATION
-    elif top == "methods":
-        assert tops <= LEAVES | {"data", "method", "context", "methods"}
-    elif top in ("rounds", "guard", "engines", "federation", "method", "context"):
-        if me == "engines.flower":  # Flower starts a run through it
-            tops -= {"experiment", "config"}
-        assert not tops & {"methods", "experiment", "cli", "config", "report"}
-    elif top == "cli":
-        assert "rounds" not in tops
-    if me != "engines.flower":  # its programs may be named elsewhere
+def test_imports_respect_the_rooms(path: Path) -> None:
+    me = name_of(path)
+    room = me.split(".")[0].removesuffix("__init__")
+    if room not in FREE:
+        others = {name.split(".")[0] for name in imports(path)} - {room} - BASE
+        assert others <= RULES[room], f"{me} imports {sorted(others - RULES[room])}"
+    if me != "deploy.flower":
         assert "flwr" not in {name.split(".")[0] for name in modules(path)}
 
 
@@ -109,5 +88,5 @@ def test_no_pickle(path: Path) -> None:
 
 def test_the_scan_scans() -> None:
     assert len(FILES) > 20
-    assert "rounds" in {name_of(f) for f in FILES}
-    assert "method" in imports(SRC / "rounds.py")
+    assert "core.exchange" in {name_of(f) for f in FILES}
+    assert "core.method" in imports(SRC / "core/exchange.py")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from furlong import config
 from furlong.cli import app, take_dotted
+from furlong.runs import config
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -7,19 +7,19 @@ __version__ = "0.1.0"
 from collections.abc import Callable
 from typing import Any
 
-from furlong.assemble import prepare
-from furlong.config import Config, from_tree
+from furlong.core.federation import Federation
+from furlong.core.method import Local, Method, Report
+from furlong.core.payload import payload
 from furlong.data.images import ImageSet, load
 from furlong.data.partition import Partition, partition
 from furlong.errors import FurlongError
-from furlong.experiment import Run, Status, resume
-from furlong.experiment import run as run_config
-from furlong.federation import Federation
-from furlong.method import Local, Method, Report
 from furlong.methods import METHODS
-from furlong.methods.averaging import Averaging, Model, OneNetwork
-from furlong.payload import payload
-from furlong.runfolder import load_encoder
+from furlong.methods.base import Averaging, Model, OneNetwork
+from furlong.runs.config import Config, from_tree
+from furlong.runs.folder import load_encoder
+from furlong.runs.loop import Run, Status, resume
+from furlong.runs.loop import run as run_config
+from furlong.runs.prepare import prepare
 
 __all__ = [
     "METHODS",

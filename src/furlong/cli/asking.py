@@ -11,12 +11,13 @@ from cyclopts import Parameter
 from rich.markup import escape
 from rich.table import Table
 
-from furlong import assemble, catalogue, config
 from furlong.cli.common import app, console, dotted, err
-from furlong.cost import Cost, flows, predict
+from furlong.core.payload import Traffic, by_field
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
-from furlong.payload import Traffic, by_field
+from furlong.reports import catalogue
+from furlong.runs import config, prepare
+from furlong.runs.cost import Cost, flows, predict
 from furlong.words import size
 
 
@@ -51,13 +52,13 @@ def partition(
     names = ("data", "partition", "clients", "seed")
     given = {k: v for k, v in locals().items() if k in names and v is not None}
     settings = config.load(None, given | dotted)
-    train, _, notes = assemble.load_data(settings)
-    about = assemble.describe_partition(train, assemble.split_data(settings, train))
+    train, _, notes = prepare.load_data(settings)
+    about = prepare.describe_partition(train, prepare.split_data(settings, train))
     for note in notes:
         err.print(note, markup=False)
     if figure is not None:
-        from furlong import figures
-        from furlong.report import betas
+        from furlong.reports import figures
+        from furlong.reports.page import betas
 
         title = f"{train.name}, {about['partition']}"
         drawn = (
@@ -249,9 +250,9 @@ def cost(
     if settings.run.bound != "none":
         raise FurlongError(f"bound = {settings.run.bound}: nothing is sent to anybody.")
     if sizes is None:
-        server = assemble.prepare(settings).server
+        server = prepare.prepare(settings).server
     else:
-        server = assemble.without_data(settings, _sizes(sizes), 3, settings.data.image_size or 32)
+        server = prepare.without_data(settings, _sizes(sizes), 3, settings.data.image_size or 32)
     kinds: dict[str, list[Cost]] = {}
     for item in predict(server):
         kinds.setdefault(item.exchange.kind, []).append(item)

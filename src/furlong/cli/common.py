@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import furlong
-from furlong.tables import by_encoder, column_title, points
+from furlong.reports.tables import by_encoder, column_title, points
 
 app = App(
     name="furlong",

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.table import Table
 
-from furlong import compare as grids
-from furlong import tables
 from furlong.cli.common import app, console, dotted, err
 from furlong.cli.training import watching
 from furlong.errors import FurlongError
+from furlong.reports import tables
+from furlong.runs import grid as grids
 
 
 @app.command
@@ -112,7 +112,7 @@ def compare(
         tell(f"failed: {outcome.cell}: {outcome.reason}")
     if len(failed) < len(outcomes):
         _print_tables([o.cell.folder for o in outcomes if o.state != "failed"], baseline)
-        from furlong import comparison
+        from furlong.reports import comparison
 
         console.print(f"report: {comparison.build([out], baseline=baseline)}", soft_wrap=True)
     if failed:
@@ -159,7 +159,7 @@ def table(
         return
     groups = _groups(list(runs), baseline)
     if to == "html":
-        from furlong import comparison
+        from furlong.reports import comparison
 
         print(comparison.fragment(groups))
     else:
@@ -229,8 +229,8 @@ def report(
     tsne
         One run: also map its representations to the plane by t-SNE (reads the images again).
     """
-    from furlong import comparison, mapping
-    from furlong import report as pages
+    from furlong.reports import comparison, mapping
+    from furlong.reports import page as pages
 
     if not runs:
         raise FurlongError("give run folders, or folders that contain them.")

@@ -15,7 +15,7 @@ from furlong.cli.common import app, console, err
 from furlong.errors import FurlongError
 
 if TYPE_CHECKING:
-    from furlong.certificates import ServerCertificate
+    from furlong.deploy.keys import ServerCertificate
 
 LOOK_EVERY = 2.0  # seconds between looks at who may take part
 
@@ -69,7 +69,7 @@ def certs(
     superlink_port
         Port of the SuperLink behind it.
     """
-    from furlong import certificates
+    from furlong.deploy import keys
 
     server_side = any((host, nodes, renew))
     asked = [own_key is not None, add is not None, revoke is not None, server_side]
@@ -78,22 +78,22 @@ def certs(
             "say one thing: --host and --nodes (or --renew), --own-key, --add or --revoke."
         )
     if own_key is not None:
-        for path in certificates.make_own_key(folder, own_key):
+        for path in keys.make_own_key(folder, own_key):
             _say(f"made {path}")
-        key = certificates.read_public(folder / "node.pub")
+        key = keys.read_public(folder / "node.pub")
         _say(f"\nSend {folder / 'node.pub'} to the coordinator. node.key stays here.")
         _say(f"Tell them this fingerprint by another way: {key.fingerprint}")
         _say(f"Put the ca.crt that you get back into {folder}.")
     elif add is not None:
-        name = certificates.add_node(folder, add)
-        key = certificates.read_public(folder / "server" / "nodes" / f"{name}.pub")
+        name = keys.add_node(folder, add)
+        key = keys.read_public(folder / "server" / "nodes" / f"{name}.pub")
         _say(f"{name} may take part with the key {key.fingerprint}")
         _say(f"Compare that with what the site says, and send it {folder / name / 'ca.crt'}")
     elif revoke is not None:
-        kept = certificates.revoke_node(folder, revoke)
+        kept = keys.revoke_node(folder, revoke)
         _say(f"{revoke} is refused within seconds by a furlong superlink (key kept in {kept}).")
     else:
-        made = certificates.make_certs(
+        made = keys.make_certs(
             folder,
             _words(host),
             _words(nodes),
@@ -149,9 +149,9 @@ def superlink(
     insecure
         No certificates, no encryption, no authentication; on 127.0.0.1 only, for trials.
     """
-    from furlong import deploy
-    from furlong.certificates import SUPERLINK_PORT, make_secret, read_server, superlink_port
-    from furlong.ondisk import locked
+    from furlong.deploy import processes
+    from furlong.deploy.keys import SUPERLINK_PORT, make_secret, read_server, superlink_port
+    from furlong.files import locked
 
     if insecure == (certs is not None):
         raise FurlongError("say --certs DIR/server ('furlong certs' makes it), or --insecure")
@@ -159,33 +159,33 @@ def superlink(
     if port is None:
         port = (None if certs is None else superlink_port(certs)) or SUPERLINK_PORT
     folder = state or (Path("superlink-state") if certs is None else certs / "state")
-    command = deploy.superlink_command(certs, folder, host=host, port=port, exposed=exposed)
+    command = processes.superlink_command(certs, folder, host=host, port=port, exposed=exposed)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if certs is None:
-        _warn(deploy.INSECURE)
+        _warn(processes.INSECURE)
     else:
         make_secret(certs / "superexec.secret")
-    if not deploy.is_loopback(host):
+    if not processes.is_loopback(host):
         _warn(
             f"EXPOSED: whoever reaches port {port} of {host} can admit nodes and start runs. "
             "Only your reverse proxy must reach it: see to that with a firewall."
         )
     if about is not None and about.until - datetime.now(UTC) < timedelta(days=30):
         _warn(f"{certs}/server.pem ends on {about.until:%Y-%m-%d}: 'furlong certs DIR --renew'")
-    settings = deploy.environment(folder / "flower")
+    settings = processes.environment(folder / "flower")
     authority = None if certs is None else certs / "ca.crt"
     log = folder / "superlink.log"
-    _say(deploy.shown(command, settings))
+    _say(processes.shown(command, settings))
     _say(f"what it says: {log}")
-    deploy.require_free_port(host, port)
+    processes.require_free_port(host, port)
     try:
-        with locked(folder), deploy.running(command, settings, log) as child:
-            deploy.wait_healthy(child, host, port, authority, log)
-            deploy.write_connection(folder / "flower", host, port, authority)
-            look = (lambda: ()) if certs is None else deploy.Roster(certs, folder).update
+        with locked(folder), processes.running(command, settings, log) as child:
+            processes.wait_healthy(child, host, port, authority, log)
+            processes.write_connection(folder / "flower", host, port, authority)
+            look = (lambda: ()) if certs is None else processes.Roster(certs, folder).update
             for line in look():
                 _say(line)
-            _after_start(certs, about, deploy.own_address(host), port)
+            _after_start(certs, about, processes.own_address(host), port)
             while child.poll() is None:
                 for line in look():
                     _say(line)
@@ -198,7 +198,7 @@ def superlink(
 
 def _after_start(certs: Path | None, about: ServerCertificate | None, host: str, port: int) -> None:
     """What to do next, in plain words."""
-    from furlong.certificates import PUBLIC_PORT, public_port, superlink_port
+    from furlong.deploy.keys import PUBLIC_PORT, public_port, superlink_port
 
     here = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     run = f"furlong run CONFIG --engine flower --superlink {here}"

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.table import Table
 
-from furlong import config
 from furlong.cli.common import app, console, dotted, err
-from furlong.cost import predict, sent_by
+from furlong.core.payload import by_field
 from furlong.errors import FurlongError
-from furlong.payload import by_field
+from furlong.runs import config
+from furlong.runs.cost import predict, sent_by
 from furlong.words import size
 
 if TYPE_CHECKING:
-    from furlong.site import Site
+    from furlong.deploy.node import Site
 
 
 @app.command
@@ -86,7 +86,7 @@ def node(
     dry_run
         Read the images, show what would leave this site in a run of --agree, and end.
     """
-    from furlong.site import Own, Site
+    from furlong.deploy.node import Own, Site
 
     if (data is None) == (part is None):
         raise FurlongError("say which images: --data folder:PATH (or --part K, for experiments).")
@@ -115,20 +115,20 @@ def node(
 
 def _serve(site: Site, superlink: str, certs: Path | None, patience: float) -> None:
     """A SuperNode and what does its work; a SuperNode that ends is started again."""
-    from furlong import deploy
-    from furlong.certificates import make_secret
+    from furlong.deploy import processes
+    from furlong.deploy.keys import make_secret
+    from furlong.deploy.session import engine
     from furlong.engines.inprocess import keep_freed_memory
-    from furlong.meeting import engine
-    from furlong.ondisk import locked
+    from furlong.files import locked
 
     flower = engine()
     if certs is None:
-        err.print(f"warning: {deploy.INSECURE}", style="bold red", markup=False, soft_wrap=True)
+        err.print(f"warning: {processes.INSECURE}", style="bold red", markup=False, soft_wrap=True)
     keep_freed_memory()
     site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     secret, log = site.folder / "executor.secret", site.folder / "flower.log"
     with locked(site.folder):
-        deploy.supernode_command(certs, superlink, secret, port=1)  # are the files there?
+        processes.supernode_command(certs, superlink, secret, port=1)  # are the files there?
         count = site.check()
         make_secret(secret)
         if count is not None:
@@ -136,13 +136,13 @@ def _serve(site: Site, superlink: str, certs: Path | None, patience: float) -> N
         last = time.monotonic()
         try:
             while True:
-                port = deploy.free_port()
-                command = deploy.supernode_command(certs, superlink, secret, port=port)
-                settings = deploy.environment(site.folder / "flower")
+                port = processes.free_port()
+                command = processes.supernode_command(certs, superlink, secret, port=port)
+                settings = processes.environment(site.folder / "flower")
                 os.environ.update(settings)  # no proxy for what is on this machine
-                site.say(deploy.shown(command, settings))
-                with deploy.running(command, settings, log, signal.SIGTERM) as child:
-                    while child.poll() is None and not deploy.healthy("127.0.0.1", port, None):
+                site.say(processes.shown(command, settings))
+                with processes.running(command, settings, log, signal.SIGTERM) as child:
+                    while child.poll() is None and not processes.healthy("127.0.0.1", port, None):
                         time.sleep(0.2)
                     door = flower.Door(f"127.0.0.1:{port}", None, secret)
                     watch = _Watch(child, log, superlink, site.say)
@@ -194,7 +194,7 @@ class _Watch:
 
 def _why(superlink: str, certs: Path | None, log: Path) -> str:
     """What a SuperNode's end means; Flower does not always say."""
-    from furlong import deploy
+    from furlong.deploy import processes
 
     if "305" in log.read_text(errors="replace")[-2000:]:
         return (
@@ -202,7 +202,7 @@ def _why(superlink: str, certs: Path | None, log: Path) -> str:
             "DIR --add node.pub'), has revoked it, or another node uses it."
         )
     authority = None if certs is None else certs / "ca.crt"
-    ahead = deploy.clock_ahead(*deploy.split_address(superlink), authority)
+    ahead = processes.clock_ahead(*processes.split_address(superlink), authority)
     if ahead is not None and not -300 < ahead < 4:
         return f"this machine's clock is {ahead:.0f} s ahead of the server's; set it (NTP)."
     return "the server may have revoked this site's key."
@@ -261,7 +261,7 @@ def flower_app(
     config_file
         A TOML file; ``--section.key`` options override it.
     """
-    from furlong.meeting import engine
+    from furlong.deploy.session import engine
 
     settings = config.load(config_file, dict(dotted))
     if folder.exists() and any(folder.iterdir()):

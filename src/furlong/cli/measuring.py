@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from furlong import measure
 from furlong.cli.common import app, console, dotted, err
+from furlong.runs import measure
 
 
 @app.command

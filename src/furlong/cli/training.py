@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
-from furlong import config, experiment
 from furlong.cli.common import app, console, dotted, err, results_table
 from furlong.engines.inprocess import keep_freed_memory
 from furlong.errors import FurlongError
+from furlong.runs import config, loop
 from furlong.words import duration, size
 
 LOG_EVERY = 20.0  # seconds between lines of progress in a log
@@ -101,7 +101,7 @@ def run(
     given = {k: v for k, v in locals().items() if k not in ("config_file",) and v is not None}
     settings = config.load(config_file, given | dotted)
     with watching() as (show, say):
-        finished = experiment.run(settings, show, say)
+        finished = loop.run(settings, show, say)
     _print_run(finished)
 
 
@@ -132,7 +132,7 @@ def resume(
     """
     given = {k: v for k, v in locals().items() if k != "folder" and v is not None}
     with watching() as (show, say):
-        finished = experiment.resume(folder, given | dotted, show, say)
+        finished = loop.resume(folder, given | dotted, show, say)
     _print_run(finished)
 
 
@@ -150,7 +150,7 @@ def watching() -> Iterator[tuple[Any, Any]]:
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None, round="–", text="preparing")
 
-        def show(status: experiment.Status) -> None:
+        def show(status: loop.Status) -> None:
             loss = "–" if status.loss is None else f"{status.loss:.3f}"
             if status.knn is not None:
                 seen["knn"] = f"{100 * status.knn:.1f} %"
@@ -171,7 +171,7 @@ def watching() -> Iterator[tuple[Any, Any]]:
         yield show, lambda text: err.print(text, markup=False)
 
 
-def _print_run(finished: experiment.Run) -> None:
+def _print_run(finished: loop.Run) -> None:
     summary = finished.summary
     if summary["results"]:
         console.print(results_table(summary["results"]))
@@ -198,8 +198,8 @@ def demo(*, seeds: int = 1, out: Path = Path("runs/demo")) -> None:
     """
     if seeds < 1:
         raise FurlongError(f"--seeds is {seeds}; it must be at least 1")
-    from furlong import demo as story
-    from furlong import figures
+    from furlong.reports import figures
+    from furlong.runs import demo as story
 
     folder, number = out, 1
     while folder.exists():

@@ -48,7 +48,7 @@ def export(
     force
         Replace files that are there.
     """
-    from furlong.export import export as write
+    from furlong.reports.export import export as write
 
     done = write(folder, to, out, force=force, pixels=pixels)
     console.print(f"{done.path} ({size(done.size)}): {done.checked}", markup=False, soft_wrap=True)
@@ -116,7 +116,7 @@ def embed(
     force
         Replace it if it is there.
     """
-    from furlong import embed as making
+    from furlong.reports import embed as making
 
     with _progress("encoding") as show:
         encoder = making.Embedder(run)
@@ -157,8 +157,8 @@ def neighbours(
     as_json
         Print JSON.
     """
-    from furlong import embed as making
-    from furlong.ondisk import replacing, require_free
+    from furlong.files import replacing, require_free
+    from furlong.reports import embed as making
 
     if k < 1:
         raise FurlongError(f"--k is {k}; it must be at least 1")

@@ -31,12 +31,12 @@ from weakref import WeakSet
 
 import torch
 
-from furlong.context import ClientContext, Exchange, Networks, Setup
+from furlong.core.context import ClientContext, Exchange, Networks, Setup
+from furlong.core.exchange import ClientStore, Failure, run_client
+from furlong.core.federation import Federation
+from furlong.core.method import Method, Report
+from furlong.core.payload import PayloadError, pack, unpack
 from furlong.errors import FurlongError
-from furlong.federation import Federation
-from furlong.method import Method, Report
-from furlong.payload import PayloadError, pack, unpack
-from furlong.rounds import ClientStore, Failure, run_client
 
 _FORK = sys.platform == "linux" and hasattr(socket, "send_fds") and hasattr(os, "memfd_create")
 _MESSAGE = 60_000

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import furlong
-from furlong.compress import How, decode, encode
-from furlong.context import Exchange
+from furlong.core.context import Exchange
+from furlong.core.exchange import Downloads, Failure
+from furlong.core.method import Report
+from furlong.core.payload import PayloadError, pack, payload, unpack
+from furlong.engines.codec import How, decode, encode
 from furlong.errors import FurlongError
-from furlong.method import Report
-from furlong.payload import PayloadError, pack, payload, unpack
-from furlong.rounds import Downloads, Failure
 
 RETRY = 10.0  # seconds until a node that failed to answer a greeting is greeted again
 PROTOCOL = 1  # of the messages; raised when they change

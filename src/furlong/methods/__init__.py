@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from furlong.method import Method
+from furlong.core.method import Method
 from furlong.methods.fcl import FCL
 from furlong.methods.fedae import FedAE
 from furlong.methods.fedavg import FedAvg

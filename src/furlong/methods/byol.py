@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from furlong.context import ClientContext, Context, ServerContext
+from furlong.core.context import ClientContext, Context, ServerContext
+from furlong.core.payload import Weights, payload
+from furlong.core.weights import ema_, snapshot
 from furlong.errors import require
-from furlong.losses import byol
-from furlong.methods.averaging import predicting, projecting
-from furlong.payload import Weights, payload
-from furlong.weights import ema_, snapshot
+from furlong.methods.base import predicting, projecting
+from furlong.nn.losses import byol
 
 
 @payload("furlong.methods.byol.Shared")

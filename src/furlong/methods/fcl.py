@@ -22,23 +22,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.aggregation import Combiner
-from furlong.context import ClientContext, Context, ServerContext
+from furlong.core.aggregation import Combiner
+from furlong.core.context import ClientContext, Context, ServerContext
+from furlong.core.method import Local, Method, Report
+from furlong.core.payload import Weights, payload
+from furlong.core.weights import BatchNormPolicy, ema_, snapshot
 from furlong.data.augment import extremes
 from furlong.errors import FurlongError, require
-from furlong.instahide import check_limits, instahide, instahide_cross
-from furlong.losses import info_nce, neighbourhood_matching
-from furlong.method import Local, Method, Report
-from furlong.methods.averaging import (
+from furlong.methods.bank import enqueue, new_bank
+from furlong.methods.base import (
     WEIGHTS_REVEAL,
     backbone,
     projected_width,
     projecting,
 )
-from furlong.methods.bank import enqueue, new_bank
-from furlong.nets import untracked
-from furlong.payload import Weights, payload
-from furlong.weights import BatchNormPolicy, ema_, snapshot
+from furlong.methods.instahide import check_limits, instahide, instahide_cross
+from furlong.nn.encoders import untracked
+from furlong.nn.losses import info_nce, neighbourhood_matching
 
 
 @payload("furlong.methods.fcl.Pair")

@@ -15,10 +15,10 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.context import Batch, Context
+from furlong.core.context import Batch, Context
 from furlong.data.augment import unit
 from furlong.errors import require
-from furlong.methods.averaging import OneNetwork
+from furlong.methods.base import OneNetwork
 
 
 class Decoder(nn.Module):

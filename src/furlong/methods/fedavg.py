@@ -16,10 +16,10 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.context import Batch, Context, ServerContext
+from furlong.core.context import Batch, Context, ServerContext
+from furlong.core.payload import Weights
 from furlong.errors import require
-from furlong.methods.averaging import Model, OneNetwork, filled, proximal
-from furlong.payload import Weights
+from furlong.methods.base import Model, OneNetwork, filled, proximal
 
 LABELS_REVEAL = (
     "Weights after local training can reveal training images and which classes a client has "

@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from furlong.context import Batch, Context
+from furlong.core.context import Batch, Context
 from furlong.errors import require
-from furlong.losses import barlow_twins
-from furlong.methods.averaging import WEIGHTS_REVEAL, OneNetwork, projecting
+from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork, projecting
+from furlong.nn.losses import barlow_twins
 
 
 @dataclass(frozen=True)

@@ -29,22 +29,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.aggregation import Combiner
-from furlong.context import ClientContext, Context, ServerContext, Setup, Shard
+from furlong.core.aggregation import Combiner
+from furlong.core.context import ClientContext, Context, ServerContext, Setup, Shard
+from furlong.core.method import Local, Method, Report
+from furlong.core.payload import Weights, payload
+from furlong.core.weights import BatchNormPolicy, snapshot
 from furlong.errors import FurlongError, require
-from furlong.losses import alignment_loss, dictionary_nce, nt_xent
-from furlong.method import Local, Method, Report
-from furlong.methods.averaging import (
+from furlong.methods.base import (
     WEIGHTS_REVEAL,
     Model,
     backbone,
     projected_width,
     projecting,
 )
-from furlong.nets import evaluating
-from furlong.payload import Weights, payload
-from furlong.peernorm import peers
-from furlong.weights import BatchNormPolicy, snapshot
+from furlong.nn.encoders import evaluating
+from furlong.nn.losses import alignment_loss, dictionary_nce, nt_xent
+from furlong.nn.peernorm import peers
 
 
 @payload("furlong.methods.fedca.Alignment")

@@ -21,15 +21,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from furlong.clustering import random_rows, spherical_kmeans
-from furlong.context import ClientContext, Context
+from furlong.core.context import ClientContext, Context
+from furlong.core.method import Local
+from furlong.core.weights import snapshot
 from furlong.errors import require
-from furlong.losses import IGNORED, cluster_cross_entropy
-from furlong.method import Local
-from furlong.methods.averaging import WEIGHTS_REVEAL, Model, OneModel, projecting
+from furlong.methods.base import WEIGHTS_REVEAL, Model, OneModel, projecting
 from furlong.methods.fedswav import project
-from furlong.nets import untracked
-from furlong.weights import snapshot
+from furlong.nn.clustering import random_rows, spherical_kmeans
+from furlong.nn.encoders import untracked
+from furlong.nn.losses import IGNORED, cluster_cross_entropy
 
 Bank = list[tuple[Tensor, Tensor]]
 """What an epoch leaves, batch by batch: which images (int64 B), and their projections 2×B×d."""

@@ -13,13 +13,13 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from furlong.context import ClientContext, ServerContext
+from furlong.core.context import ClientContext, ServerContext
+from furlong.core.method import Local
+from furlong.core.payload import Weights, payload
+from furlong.core.weights import lerp, mean_conv_l2, sq_l2
 from furlong.errors import require
-from furlong.method import Local
-from furlong.methods.averaging import WEIGHTS_REVEAL, Averaging, backbone
+from furlong.methods.base import WEIGHTS_REVEAL, Averaging, backbone
 from furlong.methods.byol import Byol, Shared, Triple
-from furlong.payload import Weights, payload
-from furlong.weights import lerp, mean_conv_l2, sq_l2
 
 
 @payload("furlong.methods.fedema.State")

@@ -17,20 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.context import ClientContext, Context, ServerContext
+from furlong.core.context import ClientContext, Context, ServerContext
+from furlong.core.method import Local
+from furlong.core.payload import Weights, payload
+from furlong.core.weights import ema_, snapshot
 from furlong.errors import require
-from furlong.losses import info_nce
-from furlong.method import Local
-from furlong.methods.averaging import (
+from furlong.methods.bank import enqueue, new_bank
+from furlong.methods.base import (
     WEIGHTS_REVEAL,
     Averaging,
     backbone,
     projected_width,
     projecting,
 )
-from furlong.methods.bank import enqueue, new_bank
-from furlong.payload import Weights, payload
-from furlong.weights import ema_, snapshot
+from furlong.nn.losses import info_nce
 
 
 @payload("furlong.methods.fedmoco.Nets")

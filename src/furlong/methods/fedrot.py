@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.context import Batch, Context
+from furlong.core.context import Batch, Context
 from furlong.data.augment import rotated
-from furlong.methods.averaging import WEIGHTS_REVEAL, OneNetwork
+from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from furlong.context import Batch, Context
+from furlong.core.context import Batch, Context
+from furlong.core.payload import Weights
+from furlong.core.weights import prefixed
 from furlong.errors import require
-from furlong.losses import nt_xent
-from furlong.methods.averaging import WEIGHTS_REVEAL, OneNetwork, projecting, proximal
-from furlong.payload import Weights
-from furlong.peernorm import peers
-from furlong.weights import prefixed
+from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork, projecting, proximal
+from furlong.nn.losses import nt_xent
+from furlong.nn.peernorm import peers
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from furlong.context import Batch, Context
-from furlong.losses import cosine_simsiam
-from furlong.methods.averaging import WEIGHTS_REVEAL, OneNetwork, extended, predicting, projecting
+from furlong.core.context import Batch, Context
+from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork, extended, predicting, projecting
+from furlong.nn.losses import cosine_simsiam
 
 
 @dataclass(frozen=True)

@@ -21,22 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.clustering import sinkhorn, unit_rows
-from furlong.context import Batch, ClientContext, Context, ServerContext
+from furlong.core.context import Batch, ClientContext, Context, ServerContext
+from furlong.core.method import Local, Report
+from furlong.core.payload import Weights, payload
+from furlong.core.weights import snapshot
 from furlong.errors import require
-from furlong.losses import swapped_prediction
-from furlong.method import Local, Report
-from furlong.methods.averaging import (
+from furlong.methods.bank import enqueue
+from furlong.methods.base import (
     WEIGHTS_REVEAL,
     Averaging,
     backbone,
     projected_width,
     projecting,
 )
-from furlong.methods.bank import enqueue
-from furlong.payload import Weights, payload
-from furlong.peernorm import peers
-from furlong.weights import snapshot
+from furlong.nn.clustering import sinkhorn, unit_rows
+from furlong.nn.losses import swapped_prediction
+from furlong.nn.peernorm import peers
 
 
 @payload("furlong.methods.fedswav.Prototyped")

@@ -17,10 +17,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from furlong.context import Batch, Context
+from furlong.core.context import Batch, Context
 from furlong.errors import require
-from furlong.losses import vicreg
-from furlong.methods.averaging import WEIGHTS_REVEAL, OneNetwork, projecting
+from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork, projecting
+from furlong.nn.losses import vicreg
 
 
 @dataclass(frozen=True)

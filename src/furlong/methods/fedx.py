@@ -16,11 +16,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from furlong.context import ClientContext, Context
+from furlong.core.context import ClientContext, Context
+from furlong.core.method import Local
+from furlong.core.weights import snapshot
 from furlong.errors import require
-from furlong.losses import nt_xent, relational
-from furlong.method import Local
-from furlong.methods.averaging import (
+from furlong.methods.base import (
     WEIGHTS_REVEAL,
     Model,
     OneModel,
@@ -28,7 +28,7 @@ from furlong.methods.averaging import (
     predicting,
     projecting,
 )
-from furlong.weights import snapshot
+from furlong.nn.losses import nt_xent, relational
 
 
 @dataclass(frozen=True)

@@ -23,20 +23,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.aggregation import Combiner
-from furlong.context import ClientContext, Context, Exchange, ServerContext, Setup, Shard
+from furlong.core.aggregation import Combiner
+from furlong.core.context import ClientContext, Context, Exchange, ServerContext, Setup, Shard
+from furlong.core.method import Local, Method, Report
+from furlong.core.payload import Weights, payload
+from furlong.core.weights import BatchNormPolicy, restore, snapshot
 from furlong.data.augment import unit
 from furlong.errors import FurlongError, require
-from furlong.losses import nt_xent
-from furlong.method import Local, Method, Report
-from furlong.methods.averaging import WEIGHTS_REVEAL, Model
-from furlong.nets import head, out_dim
-from furlong.ondisk import mapped, require_space, write
-from furlong.optim import LARS, warmup_cosine
-from furlong.payload import Weights, payload
-from furlong.peernorm import Kind, Statistics, peers
-from furlong.sensor import REPRESENTATION_CHANNELS, Sensor, trunk
-from furlong.weights import BatchNormPolicy, restore, snapshot
+from furlong.files import mapped, require_space, write
+from furlong.methods.base import WEIGHTS_REVEAL, Model
+from furlong.nn.encoders import head, out_dim
+from furlong.nn.losses import nt_xent
+from furlong.nn.optimisers import LARS, warmup_cosine
+from furlong.nn.peernorm import Kind, Statistics, peers
+from furlong.nn.sensor import REPRESENTATION_CHANNELS, Sensor, trunk
 
 
 @payload("furlong.methods.mfcl.Server")

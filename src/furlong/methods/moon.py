@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.context import ClientContext, Context, ServerContext
+from furlong.core.context import ClientContext, Context, ServerContext
+from furlong.core.method import Local
+from furlong.core.weights import snapshot
 from furlong.errors import require
-from furlong.losses import moon_contrast
-from furlong.method import Local
-from furlong.methods.averaging import (
+from furlong.methods.base import (
     Model,
     OneModel,
     extended,
@@ -30,7 +30,7 @@ from furlong.methods.averaging import (
     projecting,
 )
 from furlong.methods.fedavg import LABELS_REVEAL
-from furlong.weights import snapshot
+from furlong.nn.losses import moon_contrast
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.aggregation import Combiner
-from furlong.clustering import equalised_kmeans, fit_prototypes
-from furlong.context import ClientContext, Context, Exchange, ServerContext, Setup
+from furlong.core.aggregation import Combiner
+from furlong.core.context import ClientContext, Context, Exchange, ServerContext, Setup
+from furlong.core.method import Local, Method, Report
+from furlong.core.payload import Weights, payload
+from furlong.core.weights import BatchNormPolicy, ema_, snapshot
 from furlong.data.augment import rotated
 from furlong.errors import require
-from furlong.losses import cluster_agreement
-from furlong.method import Local, Method, Report
-from furlong.methods.averaging import WEIGHTS_REVEAL, backbone, projected_width, projecting
 from furlong.methods.bank import enqueue, new_bank
-from furlong.nets import untracked
-from furlong.payload import Weights, payload
-from furlong.weights import BatchNormPolicy, ema_, snapshot
+from furlong.methods.base import WEIGHTS_REVEAL, backbone, projected_width, projecting
+from furlong.nn.clustering import equalised_kmeans, fit_prototypes
+from furlong.nn.encoders import untracked
+from furlong.nn.losses import cluster_agreement
 
 
 @payload("furlong.methods.orchestra.Nets")

@@ -1,0 +1,280 @@
+"""What a method may touch: its networks, its optimiser, its data. No transport, no other client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from furlong.core.aggregation import Average, Combiner
+from furlong.core.payload import Weights
+from furlong.core.weights import BatchNormPolicy, restore
+from furlong.data.augment import Recipe
+from furlong.data.images import ImageSet
+from furlong.nn.encoders import build_encoder
+from furlong.nn.optimisers import LARS
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One message down and one up for each client of a cohort; a method plans them."""
+
+    round: int
+    kind: str = "train"
+    clients: tuple[int, ...] | None = None  # None: the round's sample; (): the server alone
+    part: int = 0  # of what takes several exchanges
+    index: int = -1  # running number, given by ``rounds.run``
+
+
+@dataclass(frozen=True)
+class OptimiserSettings:
+    """How clients train; the optimiser is made anew every round (its moments start at zero)."""
+
+    name: Literal["sgd", "adam", "lars"] = "sgd"
+    lr: float = 0.032
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    schedule: Literal["cosine", "constant"] = "cosine"  # over rounds, constant inside a round
+    persist: bool = False  # keep the moments on the client between rounds
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every party of a run knows."""
+
+    encoder: str
+    width: int  # d_h, the size of the encoder's representations
+    channels: int
+    image_size: int
+    augment: Recipe
+    rounds: int
+    epochs: int
+    batch_size: int
+    optimiser: OptimiserSettings
+    sizes: dict[int, int]  # images per client
+    classes: int = 0  # of the labels, for methods that need them
+    seed: int = 0
+    server_threads: int = 1  # for what the server computes; part of the result's bits
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some images of a set, by row, without copying them."""
+
+    images: ImageSet
+    rows: Tensor  # int64 n
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def pixels(self, index: Tensor) -> Tensor:
+        """uint8 b×C×H×W of the shard's images ``index``."""
+        return self.images.pixels[self.rows[index]]
+
+    def labels(self, index: Tensor) -> Tensor | None:
+        """int64 b, or ``None``."""
+        return None if self.images.labels is None else self.images.labels[self.rows[index]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """b images of a client; views are drawn when asked for."""
+
+    pixels: Tensor  # uint8 b×C×H×W on the device
+    index: Tensor  # int64 b: which of the client's images these are
+    labels: Tensor | None
+    augment: Recipe
+
+    def views(self, n: int = 2) -> tuple[Tensor, ...]:
+        """``n`` independent augmentations, each float b×C×S×S in channels_last."""
+        return self.augment.views(self.pixels, n)
+
+    @property
+    def plain(self) -> Tensor:
+        """The images without augmentation, normalised, float b×C×S×S."""
+        return self.augment.plain(self.pixels)
+
+
+class Optimiser:
+    """A torch optimiser with the round's learning rate; ``step(loss)`` does all three calls."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimiserSettings, lr: float):
+        trainable = [p for p in parameters if p.requires_grad]
+        if settings.name == "adam":
+            self.torch: torch.optim.Optimizer = torch.optim.Adam(
+                trainable, lr, weight_decay=settings.weight_decay, fused=True
+            )
+        elif settings.name == "lars":
+            self.torch = LARS(
+                trainable, lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+            )
+        else:
+            self.torch = torch.optim.SGD(
+                trainable, lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
+            )
+            # fused SGD wants the momentum of all parameters or of none, and one that is frozen at
+            # first gets its gradient later than the others; a momentum of 0 is the same as none
+            for parameter in trainable if settings.momentum else ():
+                self.torch.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        self._losses: list[Tensor] = []
+
+    def step(self, loss: Tensor) -> None:
+        """Zero, backward, update; the loss is remembered without waiting for the device."""
+        self.torch.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.torch.step()
+        self._losses.append(loss.detach())
+
+    def metrics(self) -> dict[str, float]:
+        """Mean loss over the steps taken."""
+        return {"loss": float(torch.stack(self._losses).mean())} if self._losses else {}
+
+    def moments(self) -> Weights:
+        """The optimiser's tensors by ``parameter/name``."""
+        state = self.torch.state_dict()["state"]
+        return {
+            f"{i}/{name}": value.detach().cpu()
+            for i, entry in state.items()
+            for name, value in entry.items()
+            if isinstance(value, Tensor)
+        }
+
+    def set_moments(self, moments: Weights) -> None:
+        """Go on from :meth:`moments` of an earlier round."""
+        parameters = [p for group in self.torch.param_groups for p in group["params"]]
+        for path, value in moments.items():
+            index, name = path.split("/")
+            parameter = parameters[int(index)]
+            # fused kernels pair elements by memory offset: a moment needs its parameter's layout
+            own = torch.empty_like(parameter) if value.dim() else torch.empty_like(value)
+            self.torch.state[parameter][name] = own.copy_(value)
+
+
+class Networks:
+    """Modules of one process, built once per slot and refilled for every use.
+
+    Building a ResNet costs more than loading its weights, and initialisation would draw random
+    numbers: reuse keeps both away from the training of the second client.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[str, nn.Module] = {}
+
+    def get(self, slot: str, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        """The module of ``slot``; its weights are whatever was there before."""
+        if slot not in self._slots:
+            with torch.random.fork_rng(devices=[]):
+                module = build().to(device)
+            self._slots[slot] = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return self._slots[slot]
+
+
+@dataclass
+class Context:
+    """What client and server have in common."""
+
+    setup: Setup
+    exchange: Exchange
+    networks: Networks = field(default_factory=Networks)
+    images_seen: int = 0
+    optimisers: list[Optimiser] = field(default_factory=list)
+    moments: list[Weights] = field(default_factory=list)  # kept from the last round, if at all
+
+    @property
+    def width(self) -> int:
+        """d_h, the size of the encoder's representations."""
+        return self.setup.width
+
+    def encoder(self) -> nn.Module:
+        """A new encoder as the run's settings say, freshly initialised."""
+        return build_encoder(self.setup.encoder, self.setup.channels, self.setup.image_size)
+
+    def network(self, slot: str, build: Callable[[], nn.Module], weights: Weights) -> nn.Module:
+        """A module holding a copy of ``weights``, in training mode.
+
+        The same ``slot`` gives the same module again, so two networks that are alive at the same
+        time need two slots.
+        """
+        module = self.networks.get(slot, build, self.setup.device)
+        restore(module, weights)
+        module.requires_grad_(True)
+        return module.train()
+
+    def optimiser(self, *modules: nn.Module) -> Optimiser:
+        """An optimiser over the modules' parameters with this round's learning rate."""
+        parameters = [p for module in modules for p in module.parameters()]
+        made = Optimiser(parameters, self.setup.optimiser, self.learning_rate)
+        if len(self.optimisers) < len(self.moments):
+            made.set_moments(self.moments[len(self.optimisers)])
+        self.optimisers.append(made)
+        return made
+
+    @property
+    def learning_rate(self) -> float:
+        """η₀, or η₀/2·(1 + cos(π·round/rounds)): the first value is η₀, the last above zero."""
+        settings = self.setup.optimiser
+        if settings.schedule == "constant":
+            return settings.lr
+        progress = min(self.exchange.round, self.setup.rounds) / self.setup.rounds
+        return settings.lr / 2 * (1 + math.cos(math.pi * progress))
+
+    def batches_of(
+        self,
+        data: Shard,
+        epochs: int | None = None,
+        *,
+        shuffle: bool = True,
+        counted: bool = True,
+    ) -> Iterator[Batch]:
+        """Batches of ``data``. Shuffled epochs drop the last partial batch, ordered ones keep it.
+
+        A shard smaller than the batch size makes one batch of its own size. ``counted`` batches are
+        what training works through, for ``images_seen``; not so those that it only looks at.
+        """
+        n, device = len(data), self.setup.device
+        size = min(self.setup.batch_size, n)
+        for _ in range(self.setup.epochs if epochs is None else epochs):
+            order = torch.randperm(n) if shuffle else torch.arange(n)
+            stop = n - n % size if shuffle else n
+            for start in range(0, stop, size):
+                index = order[start : start + size]
+                labels = data.labels(index)
+                self.images_seen += len(index) if counted else 0
+                yield Batch(
+                    data.pixels(index).to(device, non_blocking=True),
+                    index,
+                    None if labels is None else labels.to(device),
+                    self.setup.augment,
+                )
+
+
+@dataclass(kw_only=True)
+class ServerContext(Context):
+    """The server's side: public images, if the run has any, and room on disk."""
+
+    public: Shard | None = None
+    workspace: Callable[[], Path]  # a folder for what is too large for the server's state
+    tell: Callable[[str], None] = lambda _: None  # a word to the user during long work
+    metrics: dict[str, float] = field(default_factory=dict)  # the server's own, for the log
+    # makes what merges the clients' answers by the run's rule ([server]): the mean, if no other
+    combining: Callable[[BatchNormPolicy], Combiner[Any]] = Average
+
+
+@dataclass(kw_only=True)
+class ClientContext(Context):
+    """A client's side: its number and its data (without labels unless the method needs them)."""
+
+    client: int
+    data: Shard
+
+    def batches(
+        self, epochs: int | None = None, *, shuffle: bool = True, counted: bool = True
+    ) -> Iterator[Batch]:
+        """Batches of the client's images; by default the run's local epochs, shuffled."""
+        return self.batches_of(self.data, epochs, shuffle=shuffle, counted=counted)

@@ -1,0 +1,346 @@
+"""The two halves of an exchange: ``run`` at the server, ``run_client`` at a client.
+
+Sampling, order, seeding, validation and byte counts live here once, so that engines cannot drift.
+torch is seeded from hash(seed, who, exchange) around every call of a method, clients compute with
+one CPU thread, and reports are aggregated in client order: any engine and any number of workers
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from furlong.core.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
+from furlong.core.federation import Federation
+from furlong.core.guard import Guard
+from furlong.core.method import Method, Report
+from furlong.core.payload import (
+    Traffic,
+    Weights,
+    flatten,
+    is_buffer,
+    pack,
+    payload,
+    replace_tensors,
+    split_weights,
+    traffic,
+    unpack,
+)
+from furlong.core.weights import first_nonfinite
+from furlong.errors import FurlongError, fitting
+from furlong.seeding import seeded, shuffled, threads
+
+S = TypeVar("S")
+C = TypeVar("C")
+D = TypeVar("D")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A client without a valid report, and why."""
+
+    client: int
+    kind: Literal["raised", "refused", "lost"]
+    reason: str
+
+
+class Transport(Protocol):
+    """All that an engine is: carry downloads to clients, bring reports back in client order."""
+
+    def exchange(
+        self, exchange: Exchange, downloads: Downloads[Any, Any]
+    ) -> Iterable[tuple[int, Report[Any] | Failure]]:
+        """Run ``run_client`` for every client in ``downloads``, wherever the client is.
+
+        Yields the client that was asked, as the engine knows it, and what it answered.
+        """
+
+
+class ClientStore(Protocol):
+    """Where a client's state stays between exchanges."""
+
+    def get(self, client: int) -> Any | None:
+        """The packed state, or ``None`` before the first participation."""
+
+    def put(self, client: int, packed: Any) -> None:
+        """Keep a packed state."""
+
+
+@dataclass(frozen=True)
+class ExchangeResult(Generic[S]):
+    """What one exchange did."""
+
+    exchange: Exchange
+    server: S
+    cohort: list[int]
+    metrics: dict[int, dict[str, float]]
+    examples: dict[int, int]
+    failures: list[Failure]
+    down: Traffic
+    up: Traffic
+    own: dict[str, float]  # the server's metrics
+    seconds: float
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def cohort_size(clients: int, fraction: float) -> int:
+    """max(1, ⌊fraction·M⌋)."""
+    return max(1, int(fraction * clients + 1e-9))
+
+
+def draw_cohort(seed: int, exchange: Exchange, clients: list[int], fraction: float) -> list[int]:
+    """:func:`cohort_size` clients, a function of (seed, round), ascending."""
+    if exchange.clients is not None:
+        return [client for client in clients if client in exchange.clients]
+    if fraction >= 1:
+        return clients
+    chosen = shuffled(len(clients), seed, "cohort", exchange.round)
+    chosen = chosen[: cohort_size(len(clients), fraction)]
+    return [clients[i] for i in sorted(chosen.tolist())]
+
+
+# ---------------------------------------------------------------- the client's half
+
+
+@payload("furlong.rounds.Kept")
+class Kept:
+    """What ``rounds`` keeps for a client: the method's state, and what the run's settings ask."""
+
+    state: Any
+    stats: Weights  # bn_stats="local": BatchNorm statistics that never leave the client
+    moments: tuple[Weights, ...]  # optimiser.persist
+
+
+def run_client(
+    method: Method[Any, Any, D, U], down: D, ctx: ClientContext, store: ClientStore
+) -> Report[U]:
+    """Load or make the client's state, train, store the state, answer."""
+    setup = ctx.setup
+    with threads(), seeded(setup.device, setup.seed, "client", ctx.client, ctx.exchange.index):
+        packed = store.get(ctx.client)
+        kept: Kept = Kept(method.init_client(ctx), {}, ()) if packed is None else unpack(packed)
+        if kept.stats:
+            down = replace_tensors(down, kept.stats)
+        ctx.moments = list(kept.moments)
+        local = method.local_update(kept.state, down, ctx)
+        upload, stats = local.upload, kept.stats
+        if method.bn_stats == "local":
+            upload, own = split_weights(upload, is_buffer)
+            stats = stats | own
+        moments = kept.moments
+        if setup.optimiser.persist and ctx.optimisers:
+            moments = tuple(o.moments() for o in ctx.optimisers)
+    kept = Kept(local.state, stats, moments)
+    bad = first_nonfinite((upload, kept))
+    if bad is not None:  # what the client keeps must stay fit for the next round
+        raise ValueError(f"training diverged: {bad} holds NaN or infinity")
+    if local.state is not None or stats or moments:
+        store.put(ctx.client, pack(kept))
+    metrics = {**local.metrics, "images": float(ctx.images_seen)}
+    return Report(ctx.client, ctx.exchange.index, len(ctx.data), upload, metrics)
+
+
+# ---------------------------------------------------------------- the server's half
+
+
+def expected_upload(method: Method[S, Any, Any, U], state: S, client: int, ctx: ServerContext) -> U:
+    """What ``client`` must send: names, shapes and dtypes, without what stays with it."""
+    expected = method.expected(state, client, ctx)
+    return split_weights(expected, is_buffer)[0] if method.bn_stats == "local" else expected
+
+
+@dataclass
+class Server(Generic[S, D, U]):
+    """The server of one run: a method, the clients it knows of, and what it accepts."""
+
+    method: Method[S, Any, D, U]
+    setup: Setup
+    public: Shard | None = None
+    fraction: float = 1.0
+    guard: Guard = field(default_factory=Guard)
+    networks: Networks = field(default_factory=Networks)
+    folder: Path | None = None  # room on disk; a temporary folder if none is given
+    min_clients: int = 0  # valid answers that an exchange needs (at most all); else the run stops
+    tell: Callable[[str], None] = lambda _: None
+    watch: Callable[[Exchange, Report[U]], None] | None = None  # sees every accepted report
+
+    def workspace(self) -> Path:
+        """The folder for what is too large for the server's state, made when it is asked for."""
+        if self.folder is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="furlong-"))
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder
+
+    def context(self, exchange: Exchange) -> ServerContext:
+        """What the method's server half may touch in ``exchange``."""
+        return ServerContext(
+            self.setup,
+            exchange,
+            self.networks,
+            public=self.public,
+            workspace=self.workspace,
+            tell=self.tell,
+        )
+
+    @contextmanager
+    def computing(self, *where: object) -> Iterator[None]:
+        """Threads and random numbers of the server's own work."""
+        setup = self.setup
+        with threads(setup.server_threads), seeded(setup.device, setup.seed, "server", *where):
+            yield
+
+    def init(self) -> S:
+        """The server's state before the first exchange."""
+        with self.computing("init"), fitting("what the server begins with (networks, prototypes)"):
+            return self.method.init_server(self.context(Exchange(round=0)))
+
+    def exchanges(self) -> list[Exchange]:
+        """All exchanges of the run, numbered."""
+        planned = self.method.plan(self.setup)
+        return [replace(exchange, index=i) for i, exchange in enumerate(planned)]
+
+    def run(
+        self, federation: Federation, transport: Transport, state: S, first: int = 0
+    ) -> Iterator[ExchangeResult[S]]:
+        """Carry out the exchanges from number ``first`` on, yielding after each."""
+        heard = first > 0
+        for exchange in self.exchanges()[first:]:
+            result = self.step(federation.clients, transport, state, exchange)
+            state = result.server
+            heard = heard or bool(result.metrics)
+            yield result
+        if not heard:
+            raise FurlongError("no client ever answered: nothing has been learnt.")
+
+    def step(
+        self, clients: list[int], transport: Transport, state: S, exchange: Exchange
+    ) -> ExchangeResult[S]:
+        """One exchange: sample, send, check, aggregate."""
+        began = time.perf_counter()
+        ctx = self.context(exchange)
+        cohort = draw_cohort(self.setup.seed, exchange, clients, self.fraction)
+        downloads = Downloads(self.method, state, cohort, ctx)
+        gate = _Gate(self, state, exchange, cohort)
+        replies = gate.admit(transport.exchange(exchange, downloads))
+        with self.computing(exchange.index):
+            state = self.method.aggregate(state, replies, ctx)
+        gate.finish(replies)
+        return ExchangeResult(
+            exchange,
+            state,
+            cohort,
+            gate.metrics,
+            gate.examples,
+            gate.failures,
+            downloads.sent,
+            gate.received,
+            ctx.metrics,
+            time.perf_counter() - began,
+        )
+
+
+class Downloads(Mapping[int, D], Generic[S, D]):
+    """Downloads made when they are asked for, and counted: a cohort's need not fit in memory."""
+
+    def __init__(
+        self, method: Method[S, Any, D, Any], state: S, cohort: list[int], ctx: ServerContext
+    ) -> None:
+        self._method, self._state, self._cohort, self._ctx = method, state, cohort, ctx
+        self._last: tuple[Any, Traffic] | None = None
+        self.sent = Traffic()
+
+    def __getitem__(self, client: int) -> D:
+        setup = self._ctx.setup
+        where = (setup.seed, "download", self._ctx.exchange.index, client)
+        with threads(), seeded(setup.device, *where):
+            down = self._method.download(self._state, client, self._ctx)
+        if self._last is None or self._last[0] is not down:  # most methods send all the same
+            self._last = (down, traffic(down))
+        self.sent += self._last[1]
+        return down
+
+    def limit(self, client: int) -> int:
+        """Bytes that a packed answer of ``client`` may have: no engine needs to take more."""
+        ctx = self._ctx
+        with threads(), seeded(ctx.setup.device, "limit"):
+            tensors, _ = flatten(expected_upload(self._method, self._state, client, ctx))
+        return sum(t.nbytes for t in tensors.values()) + 400 * len(tensors) + (1 << 20)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._cohort)
+
+    def __len__(self) -> int:
+        return len(self._cohort)
+
+
+class _Gate(Generic[S, U]):
+    """Lets valid reports through to ``aggregate`` one by one and remembers the rest."""
+
+    def __init__(
+        self, server: Server[S, Any, U], state: S, exchange: Exchange, cohort: list[int]
+    ) -> None:
+        self._server, self._state, self._exchange, self._cohort = server, state, exchange, cohort
+        self._ctx = server.context(exchange)
+        self._waiting = list(cohort)
+        self.failures: list[Failure] = []
+        self.metrics: dict[int, dict[str, float]] = {}
+        self.examples: dict[int, int] = {}
+        self.received = Traffic()
+
+    def admit(self, replies: Iterable[tuple[int, Report[U] | Failure]]) -> Iterator[Report[U]]:
+        """The reports that pass the guard."""
+        for client, reply in replies:
+            if client not in self._waiting:  # duplicates, and clients nobody asked
+                self.failures.append(Failure(client, "refused", "an answer nobody asked for"))
+                continue
+            self._waiting.remove(client)
+            if isinstance(reply, Failure):
+                self.failures.append(reply)
+                continue
+            reason = self._refuse(client, reply)
+            if reason is None:
+                self.received += traffic(reply)
+                self.metrics[client] = reply.metrics
+                self.examples[client] = reply.examples
+                if self._server.watch is not None:
+                    self._server.watch(self._exchange, reply)
+                yield reply
+            else:
+                self.failures.append(Failure(client, "refused", reason))
+
+    def _refuse(self, client: int, reply: Report[U]) -> str | None:
+        try:
+            expected = expected_upload(self._server.method, self._state, client, self._ctx)
+            return self._server.guard.check(reply, expected, self._exchange, client)
+        except Exception as error:  # a hostile reply must not end the run
+            return f"cannot be checked ({type(error).__name__})"
+
+    def finish(self, replies: Iterator[Report[U]]) -> None:
+        """Drain what the method left, name the silent, and stop when too few could train."""
+        for _ in replies:
+            pass
+        self.failures += [Failure(c, "lost", "no answer") for c in self._waiting]
+        where = f"exchange {self._exchange.index + 1} (round {self._exchange.round + 1})"
+        reasons = "; ".join(f"client {f.client}: {f.reason}" for f in self.failures[:3])
+        if not self.metrics and any(f.kind != "lost" for f in self.failures):
+            raise FurlongError(f"no client could do its part of {where}: {reasons}")
+        fewest, answers = self._server.min_clients, len(self.metrics)
+        if answers < min(fewest, len(self._cohort)):
+            more = "; …" if len(self.failures) > 3 else ""
+            raise FurlongError(
+                f"{answers} of {len(self._cohort)} clients answered in {where}; train.min_clients "
+                f"is {fewest} ({reasons}{more}). What was saved stays; 'furlong resume RUN' goes "
+                "on, and takes other values of --train.min-clients and --run.deadline."
+            )

@@ -1,0 +1,127 @@
+"""The contract of a method, on one screen.
+
+S, C, D, U are payloads: what the server keeps, what a client keeps, what goes down, what goes up.
+State goes in, state comes out; a method is a frozen dataclass whose fields are its hyper-parameters
+and it has no other state. ``rounds`` seeds torch around every call, so method code is plain torch.
+
+A method that averages one number per client (see ``examples/new_method.py`` for a real one)::
+
+    @payload
+    class Number:
+        value: Tensor
+
+    @dataclass(frozen=True)
+    class MeanPixel(Averaging[Number, None]):
+        def init_server(self, ctx):
+            return Number(torch.zeros(()))
+        def local_update(self, state, down, ctx):
+            pixels = torch.cat([batch.plain for batch in ctx.batches(epochs=1, shuffle=False)])
+            return Local(state, Number(pixels.mean()), {})
+        def encoder(self, server, ctx):
+            return nn.Flatten()
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import nn
+
+from furlong.core.context import ClientContext, Exchange, ServerContext, Setup
+from furlong.core.payload import payload
+from furlong.core.weights import BatchNormPolicy
+
+S = TypeVar("S")
+C = TypeVar("C")
+D = TypeVar("D")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Local(Generic[C, U]):
+    """What a client has after local training: what stays, what leaves, what is logged."""
+
+    state: C
+    upload: U
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@payload("furlong.method.Report")
+class Report(Generic[U]):
+    """One client's answer in one exchange."""
+
+    client: int
+    exchange: int
+    examples: int
+    upload: U
+    metrics: dict[str, float]
+
+
+class Method(ABC, Generic[S, C, D, U]):
+    """A federated algorithm."""
+
+    paper: ClassVar[str] = ""
+    needs_labels: ClassVar[bool] = False  # otherwise labels are stripped before a client sees data
+    needs_public: ClassVar[bool] = False  # images that the server may see
+    pairs_views: ClassVar[bool] = False  # both views go through the encoder in one pass
+    usual_augment: ClassVar[str] = "fedu"  # the preset that data.augment = "auto" stands for
+    keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
+    leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal
+    caution: ClassVar[str] = ""  # in words: known criticism of the method
+    bn_stats: BatchNormPolicy = "average"
+
+    @abstractmethod
+    def init_server(self, ctx: ServerContext) -> S:
+        """The server's state before the first exchange."""
+
+    def init_client(self, ctx: ClientContext) -> C:  # noqa: ARG002
+        """A client's state before its first participation; by default it keeps nothing."""
+        none: Any = None
+        return none  # type: ignore[no-any-return]
+
+    @abstractmethod
+    def download(self, server: S, client: int, ctx: ServerContext) -> D:
+        """What the server sends to ``client``."""
+
+    @abstractmethod
+    def local_update(self, state: C, down: D, ctx: ClientContext) -> Local[C, U]:
+        """A client's part of the exchange ``ctx.exchange``."""
+
+    @abstractmethod
+    def expected(self, server: S, client: int, ctx: ServerContext) -> U:
+        """A payload with the names, shapes and dtypes that an upload must have."""
+
+    @abstractmethod
+    def aggregate(self, server: S, reports: Iterable[Report[U]], ctx: ServerContext) -> S:
+        """The new server state; ``reports`` come once, in client order, and may be none."""
+
+    @abstractmethod
+    def encoder(self, server: S, ctx: ServerContext) -> nn.Module:
+        """What downstream users get: images B×C×H×W in, representations h B×d out."""
+
+    def classifier(self, server: S, ctx: ServerContext) -> nn.Module | None:  # noqa: ARG002
+        """Images to class scores B×n, of a method that learns from labels."""
+        return None
+
+    def plan(self, setup: Setup) -> Iterator[Exchange]:
+        """The exchanges of a run: one "train" exchange per round."""
+        for index in range(setup.rounds):
+            yield Exchange(round=index)
+
+    def architecture(self, encoder: str) -> str:
+        """The name (see ``nets.build_encoder``) of what :meth:`encoder` gives."""
+        return encoder
+
+    def local_encoder(self, upload: U, ctx: ServerContext) -> nn.Module | None:  # noqa: ARG002
+        """The encoder inside one client's upload, if there is one; for measuring."""
+        return None
+
+    def outline(self, server: S | None, cohort: list[int], ctx: ServerContext) -> S:  # noqa: ARG002
+        """A state of the size that the server's has after ``ctx.exchange`` (``None``: at first).
+
+        For predicting traffic without training. By default an exchange changes no size.
+        """
+        return self.init_server(ctx) if server is None else server

@@ -1,0 +1,158 @@
+"""Arithmetic on weights and payloads: values by name, never modules, never by position."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from furlong.core.payload import Weights, flatten, is_buffer, rebuild
+
+P = TypeVar("P")
+BatchNormPolicy = Literal["average", "local", "pooled", "recalibrate"]
+
+
+def snapshot(module: nn.Module) -> Weights:
+    """A copy of the module's parameters and buffers, in the default layout, on the CPU."""
+    return {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in module.state_dict().items()
+    }
+
+
+def restore(module: nn.Module, weights: Weights) -> None:
+    """Copy ``weights`` into the module's own storage; names and shapes must agree exactly."""
+    own = module.state_dict()
+    if own.keys() != weights.keys():
+        raise ValueError(f"weights differ in names: {sorted(own.keys() ^ weights.keys())[:6]}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if tensor.shape != weights[name].shape:  # copy_ would broadcast (1, 1) silently
+                raise ValueError(
+                    f"{name} has shape {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
+                )
+            tensor.copy_(weights[name])
+
+
+def prefixed(weights: Weights, prefix: str) -> Weights:
+    """The weights whose name starts with ``prefix`` and a dot, under the rest of the name."""
+    start = len(prefix) + 1
+    return {name[start:]: t for name, t in weights.items() if name.startswith(f"{prefix}.")}
+
+
+def lerp(start: Weights, end: Weights, amount: float) -> Weights:
+    """(1 - amount)·start + amount·end over parameters; buffers come from ``end``."""
+    return {
+        name: end[name].clone() if is_buffer(name) else torch.lerp(tensor, end[name], amount)
+        for name, tensor in start.items()
+    }
+
+
+@torch.no_grad()
+def ema_(target: nn.Module, online: nn.Module, decay: float) -> None:
+    """Target ← decay·target + (1 - decay)·online over parameters, in place; buffers stay."""
+    torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), 1.0 - decay)
+
+
+def mean_conv_l2(a: Weights, b: Weights) -> float:
+    """Mean over the convolution weights of their L2 distance (EasyFL's divergence).
+
+    Like EasyFL it takes the names that hold "conv" and "weight": 17 tensors of a ResNet-18. An
+    encoder without such names is measured by its four-dimensional weights.
+    """
+    names = [name for name in a if "conv" in name and "weight" in name]
+    if not names:  # an encoder with other names: its convolutions, or all its matrices
+        names = [n for n in a if a[n].dim() == 4] or [n for n in a if a[n].dim() >= 2]
+    return sum(float(torch.linalg.vector_norm(a[n] - b[n])) for n in names) / len(names)
+
+
+def sq_l2(a: Weights, b: Weights) -> float:
+    """Squared L2 distance over all parameters (the paper's divergence)."""
+    return sum(float((a[n] - b[n]).square().sum()) for n in a if not is_buffer(n))
+
+
+def first_nonfinite(value: Any) -> str | None:
+    """The path of a tensor in ``value`` that holds NaN or infinity, or ``None``."""
+    for path, tensor in flatten(value)[0].items():
+        # one pass, nothing allocated; the float64 sum of finite float32 values is finite
+        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            return path
+    return None
+
+
+DIVERGENCES = {"mean_conv_l2": mean_conv_l2, "sq_l2": sq_l2}
+
+
+class Mean(Generic[P]):
+    """Streaming weighted mean of payloads of one structure, in float64, in the order of ``add``.
+
+    Floating tensors are averaged, integer ones take the maximum, the rest comes from the first.
+    ``pooled`` gives BatchNorm variances their spread between clients:
+    Σw(σ² + μ²) - (Σwμ)² instead of Σwσ².
+    """
+
+    def __init__(self, pooled: bool = False) -> None:
+        self.pooled = pooled
+        self.total = 0.0
+        self._sums: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._tree: Any = None
+
+    def add(self, value: P, weight: float) -> None:
+        """Count ``value`` with ``weight`` (≥ 0)."""
+        tensors, tree = flatten(value)
+        if not self._sums:
+            self._tree, self._dtypes = tree, {name: t.dtype for name, t in tensors.items()}
+            self._sums = {
+                name: torch.zeros(t.shape, dtype=torch.float64)
+                if t.is_floating_point()
+                else t.clone()
+                for name, t in tensors.items()
+            }
+        self.total += weight
+        for name, tensor in tensors.items():
+            sums = self._sums[name]
+            if not tensor.is_floating_point():
+                torch.maximum(sums, tensor, out=sums)
+            elif self.pooled and name.endswith("running_var"):
+                mean = tensors[name.removesuffix("var") + "mean"].double()
+                sums.add_(tensor.double() + mean.square(), alpha=weight)
+            else:
+                sums.add_(tensor, alpha=weight)
+
+    def result(self) -> P | None:
+        """The mean, or ``None`` when nothing was added."""
+        if not self.total:
+            return None
+        done: dict[str, Tensor] = {}
+        for name, sums in self._sums.items():
+            if not self._dtypes[name].is_floating_point:
+                done[name] = sums
+                continue
+            value = sums / self.total
+            if self.pooled and name.endswith("running_var"):
+                mean = self._sums[name.removesuffix("var") + "mean"] / self.total
+                value -= mean.square()
+            done[name] = value.to(self._dtypes[name])
+        result: P = rebuild(self._tree, done)
+        return result
+
+
+@torch.no_grad()
+def recalibrate(module: nn.Module, batches: Any) -> None:
+    """Estimate the BatchNorm statistics anew from ``batches`` of inputs (cumulative average)."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    flags = [(m, m.training) for m in module.modules()]
+    momenta = [m.momentum for m in norms]
+    module.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+        norm.train()
+    for batch in batches:
+        module(batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    for part, training in flags:
+        part.training = training

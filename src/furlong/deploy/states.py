@@ -1,0 +1,78 @@
+"""A node's memory: the states of its clients, on its own disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from furlong.core.payload import Weights, unpack_tensors
+from furlong.engines.inprocess import Blob
+from furlong.runs.checkpoint import write_atomically
+
+
+class StateFiles:
+    """A client's states in files, one for each exchange that the server may go back to.
+
+    A server that is killed and resumed asks for an exchange again: the client then goes on from
+    the state that it had before that exchange, whatever it has stored since.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.index, self.oldest = folder, 0, 0
+
+    def _of(self, client: int, what: str = "state") -> dict[int, Path]:
+        found = self.folder.glob(f"{client:05d}-*.{what}.safetensors")
+        return {int(path.name.split("-")[1].split(".")[0]): path for path in sorted(found)}
+
+    def at(self, client: int, exchange: int, since: int | None, oldest: int) -> None:
+        """Go (back) to the state of exchange ``since``, the last answer that reached the server.
+
+        What was stored later belongs to answers that were lost, or to a time that the server has
+        left. It keeps nothing before ``oldest``.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.index = exchange
+        for what in ("state", "residual"):
+            files = self._of(client, what)
+            needed = max((n for n in files if n < oldest), default=0)
+            for number, path in files.items():
+                if since is None or number > since or number < needed:
+                    path.unlink(missing_ok=True)
+
+    def blob(self, client: int) -> Blob | None:
+        """The state before the present exchange."""
+        files = self._of(client)
+        path = files[max(files)] if files else None
+        return None if path is None else Blob(path.stat().st_size, path=path)
+
+    def get(self, client: int) -> Any | None:
+        """Its bytes."""
+        blob = self.blob(client)
+        return None if blob is None else blob.map()
+
+    def put(self, client: int, packed: Any, what: str = "state") -> None:
+        """The state after the present exchange, on disk before anything is answered."""
+        path = self.folder / f"{client:05d}-{self.index:06d}.{what}.safetensors"
+        write_atomically(path, packed)
+
+    def keep(self, client: int, blob: Blob) -> None:
+        """As :meth:`put`."""
+        try:
+            self.put(client, blob.map())
+        finally:
+            blob.close()
+
+    def residual(self, client: int) -> Weights:
+        """What rounding has lost of earlier answers."""
+        files = self._of(client, "residual")
+        if not files:
+            return {}
+        return unpack_tensors(bytearray(files[max(files)].read_bytes()))[0]
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """None: they are on disk already."""
+        return iter(())
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -1,0 +1,198 @@
+"""Fine-tuning: a new head on an encoder, both trained with labels; the base of two protocols."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from furlong.data.augment import Augmentation, Recipe, crop_flip
+from furlong.data.images import ImageSet
+from furlong.errors import FurlongError, nearest
+from furlong.evaluation.features import features
+from furlong.evaluation.linear import decay
+from furlong.nn.encoders import out_dim
+from furlong.seeding import with_seed
+
+Progress = Callable[[int, int], None]
+"""Called with the epochs done and the epochs in all."""
+
+
+def check_batch(size: int) -> None:
+    """Refuse batches in which nothing would be trained."""
+    if size < 2:  # BatchNorm needs two, so a batch of one is left out
+        raise FurlongError(f"batch_size is {size}; fine-tuning needs at least 2.")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a fine-tuning is done; ``tuning`` finds one by name and changes parts of it."""
+
+    optimiser: Literal["adam", "sgd"]
+    lr: float  # of the encoder
+    head_lr: float
+    epochs: int
+    batch_size: int
+    momentum: float = 0.9  # of SGD
+    cosine: bool = False  # over epochs, else constant or in steps
+    steps: tuple[float, ...] = ()  # shares of the epochs after which both rates drop
+    drop: float = 0.2
+    # full: everything is trained. head_bn: only the head is, but the encoder's BatchNorm
+    # statistics follow the labelled images, since it runs in training mode.
+    finetune: Literal["full", "head_bn"] = "full"
+    moving: int | None = None  # epochs in which the statistics move; None: all
+    head: Literal["linear", "mlp"] = "linear"  # mlp: one hidden layer as wide as the features
+    crops: bool = True  # random crops and flips, else the plain images
+
+    def __post_init__(self) -> None:
+        check_batch(self.batch_size)
+
+
+TUNINGS: dict[str, Tuning] = {
+    # FedU: 100 epochs, everything trained (paper); Adam, rate and batch from its code.
+    "fedu": Tuning("adam", 1e-3, 1e-3, 100, 128),
+    # What FedU's released script does: the optimiser has the head only. After the test that follows
+    # the first epoch the script stays in eval mode, so the statistics move in that epoch alone.
+    "easyfl": Tuning("adam", 1e-3, 1e-3, 100, 128, finetune="head_bn", moving=1),
+    # FCL follows SwAV, whose rates depend on the share of labels.
+    "fcl-1": Tuning("sgd", 0.02, 5.0, 20, 256, steps=(0.6, 0.8)),
+    "fcl-10": Tuning("sgd", 0.01, 0.2, 20, 256, steps=(0.6, 0.8)),
+    # FedCA: a head with one hidden layer, Adam, 100 epochs; the batch is our choice.
+    "fedca": Tuning("adam", 1e-3, 1e-3, 100, 128, head="mlp"),
+    # Orchestra's public script: the optimiser has the head only here, too.
+    "orchestra": Tuning("sgd", 30.0, 30.0, 50, 256, cosine=True, finetune="head_bn"),
+}
+
+
+def tuning(name: str, **changes: Any) -> Tuning:
+    """The recipe called ``name``, with those ``changes`` to its fields that are not ``None``."""
+    if name not in TUNINGS:
+        raise FurlongError(f"Unknown fine-tuning recipe {name!r}. {nearest(name, TUNINGS)}")
+    return replace(TUNINGS[name], **{k: v for k, v in changes.items() if v is not None})
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """Top-1 shares in [0, 1] after the last epoch: on the test images, on the labelled ones."""
+
+    accuracy: float
+    train_accuracy: float
+    labelled: int  # training images
+
+
+@contextmanager
+def borrowed(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` may be trained; all its tensors, gradients and flags are put back after.
+
+    So any module can be fine-tuned without knowing how to build a second one.
+    """
+    tensors = [(t, t.detach().clone()) for t in (*module.parameters(), *module.buffers())]
+    gradients = [(p, p.requires_grad, p.grad) for p in module.parameters()]
+    flags = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in tensors:
+                tensor.copy_(value)
+        for parameter, requires_grad, grad in gradients:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = grad
+        for part, training in flags:
+            part.training = training
+
+
+def fine_tune(
+    encoder: nn.Module,
+    train: ImageSet,
+    test: ImageSet,
+    plan: Tuning,
+    *,
+    augment: Recipe | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> TuningResult:
+    """Train ``encoder`` with a new head on all of ``train``; its accuracy on ``test`` at the end.
+
+    ``augment`` is what the encoder was trained with: its size and normalisation are used. The
+    encoder comes back exactly as it was. The test images are looked at once, after the last epoch.
+    """
+    augment = Augmentation() if augment is None else augment
+    if train.labels is None or test.labels is None:
+        raise FurlongError(f"{(train if train.labels is None else test).name} has no labels.")
+    if len(train) < 2 or not len(test):
+        raise FurlongError(f"{len(train)} training and {len(test)} test images are too few.")
+    classes = max(train.n_classes, test.n_classes)
+    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
+    view = crop_flip(augment).view if plan.crops else augment.plain
+    with borrowed(encoder), with_seed(seed, device):
+        width = out_dim(encoder, train.channels, augment.plain(train.pixels[:1]).shape[-1])
+        head = new_head(plan.head, width, classes).to(device)
+        _train(encoder, head, train, view, plan, device, progress or (lambda *_: None))
+        model = nn.Sequential(encoder, head)
+        return TuningResult(
+            accuracy(model, test, augment), accuracy(model, train, augment), len(train)
+        )
+
+
+def new_head(kind: Literal["linear", "mlp"], width: int, classes: int) -> nn.Module:
+    """B×width to class scores B×classes; the last layer starts from N(0, 0.01²) and zero bias."""
+    last = nn.Linear(width, classes)
+    nn.init.normal_(last.weight, std=0.01)
+    nn.init.zeros_(last.bias)
+    return last if kind == "linear" else nn.Sequential(nn.Linear(width, width), nn.ReLU(), last)
+
+
+def accuracy(model: nn.Module, images: ImageSet, augment: Recipe) -> float:
+    """Share, in [0, 1], of ``images`` to which ``model`` gives the highest score to their class."""
+    scores = features(model, images.pixels, augment.plain)
+    if not torch.isfinite(scores).all():
+        raise FurlongError("the fine-tuning diverged: its scores are not finite. Lower the rate.")
+    assert images.labels is not None
+    return (scores.argmax(dim=1) == images.labels).float().mean().item()
+
+
+def _train(
+    encoder: nn.Module,
+    head: nn.Module,
+    train: ImageSet,
+    view: Callable[[Tensor], Tensor],
+    plan: Tuning,
+    device: torch.device,
+    progress: Progress,
+) -> None:
+    assert train.labels is not None
+    encoder.requires_grad_(plan.finetune == "full")
+    rates = (plan.lr, plan.head_lr)
+    parts = [list(encoder.parameters()) if plan.finetune == "full" else [], head.parameters()]
+    groups = [{"params": part, "lr": lr} for part, lr in zip(parts, rates, strict=True)]
+    optimiser: torch.optim.Optimizer
+    if plan.optimiser == "adam":
+        optimiser = torch.optim.Adam(groups, fused=True)
+    else:
+        optimiser = torch.optim.SGD(groups, momentum=plan.momentum, fused=True)
+    for epoch in range(plan.epochs):
+        head.train()
+        encoder.train(plan.moving is None or epoch < plan.moving)
+        share = decay(epoch, plan.epochs, plan.cosine, plan.steps, plan.drop)
+        for group, lr in zip(optimiser.param_groups, rates, strict=True):
+            group["lr"] = lr * share
+        for rows in torch.split(torch.randperm(len(train)), plan.batch_size):
+            if len(rows) == 1:  # BatchNorm needs two; another image is left out in the next epoch
+                continue
+            x = view(train.pixels[rows].to(device))
+            loss = F.cross_entropy(head(encoder(x)), train.labels[rows].to(device))
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if not math.isfinite(loss.item()):
+                raise FurlongError(
+                    f"the fine-tuning diverged in epoch {epoch + 1}: lower its learning rate."
+                )
+            optimiser.step()
+        progress(epoch + 1, plan.epochs)

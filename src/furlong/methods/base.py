@@ -1,0 +1,150 @@
+"""FedAvg's server half (McMahan et al., AISTATS 2017): the only base class besides ``Method``.
+
+θ ← Σ_k w_k θ_k with w_k = n_k / Σ_j n_j over those who took part in the round.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from furlong.core.aggregation import Combiner
+from furlong.core.context import Batch, ClientContext, Context, ServerContext
+from furlong.core.method import Local, Method, Report
+from furlong.core.payload import Weights, payload
+from furlong.core.weights import BatchNormPolicy, prefixed, restore, snapshot
+from furlong.errors import FurlongError
+from furlong.nn.encoders import head, head_dim
+
+C = TypeVar("C")
+D = TypeVar("D")
+
+WEIGHTS_REVEAL = (
+    "Weights after local training can reveal training images (inversion, membership inference); "
+    "there is no formal privacy guarantee."
+)
+
+
+@payload("furlong.methods.averaging.Model")
+class Model:
+    """One network's weights."""
+
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Averaging(Method[D, C, D, D]):
+    """Everybody gets the same payload, the answers look like it and are averaged."""
+
+    bn_stats: BatchNormPolicy = field(default="average", kw_only=True)
+
+    def download(self, server: D, client: int, ctx: ServerContext) -> D:  # noqa: ARG002
+        """The server's state itself."""
+        return server
+
+    def expected(self, server: D, client: int, ctx: ServerContext) -> D:  # noqa: ARG002
+        """Uploads look like the server's state."""
+        return server
+
+    def aggregate(self, server: D, reports: Iterable[Report[D]], ctx: ServerContext) -> D:
+        """By the run's rule: the mean weighted by the images of those who took part."""
+        combined: Combiner[D] = ctx.combining(self.bn_stats)
+        for report in reports:
+            combined.add(report.upload, report.examples)
+        return combined.onto(server)
+
+    def local_encoder(self, upload: D, ctx: ServerContext) -> nn.Module | None:
+        """What would be the global encoder if this client were the only one."""
+        return None if self.bn_stats == "local" else self.encoder(upload, ctx)
+
+
+@dataclass(frozen=True)
+class OneModel(Averaging[Model, C]):
+    """One network's weights are all that travels."""
+
+    @abstractmethod
+    def network(self, ctx: Context) -> nn.Module:
+        """The network; its part ``backbone`` is the encoder."""
+
+    def init_server(self, ctx: ServerContext) -> Model:
+        """A freshly initialised network."""
+        return Model(snapshot(self.network(ctx)))
+
+    def encoder(self, server: Model, ctx: ServerContext) -> nn.Module:
+        """The backbone."""
+        return backbone(server.weights, ctx)
+
+
+@dataclass(frozen=True)
+class OneNetwork(OneModel[None]):
+    """One network, trained by one loss; clients keep nothing. Most baselines are no more."""
+
+    @abstractmethod
+    def loss(self, net: nn.Module, batch: Batch) -> Tensor:
+        """What a step on ``batch`` lowers."""
+
+    def penalty(self, net: nn.Module, start: Weights) -> Tensor | None:  # noqa: ARG002
+        """What comes on top for moving away from ``start``, the global network."""
+        return None
+
+    def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
+        """Replace the network by the global one and train it."""
+        net = ctx.network("net", lambda: self.network(ctx), down.weights)
+        start = {name: p.detach().clone() for name, p in net.named_parameters()}
+        optimiser = ctx.optimiser(net)
+        for batch in ctx.batches():
+            loss, penalty = self.loss(net, batch), self.penalty(net, start)
+            optimiser.step(loss if penalty is None else loss + penalty)
+        return Local(state, Model(snapshot(net)), optimiser.metrics())
+
+
+def proximal(part: nn.Module, start: Weights) -> Tensor:
+    """½‖w - start‖² over the parameters of ``part``; ``start`` has them by the same names."""
+    moved = [(p - start[name]).square().sum() for name, p in part.named_parameters()]
+    return torch.stack(moved).sum() / 2
+
+
+def projecting(projection_head: str, ctx: Context) -> nn.Module:
+    """The run's encoder as ``backbone`` and a head: images B×C×H×W to projections B×d_z."""
+    projector = head(projection_head, ctx.width)
+    return nn.Sequential(OrderedDict(backbone=ctx.encoder(), projector=projector))
+
+
+def projected_width(projection_head: str, ctx: Context) -> int:
+    """The d_z of :func:`projecting`."""
+    with torch.device("meta"):  # only its width is wanted
+        return head_dim(head(projection_head, ctx.width))
+
+
+def extended(net: nn.Module, **parts: nn.Module) -> nn.Module:
+    """The parts of ``net``, then ``parts``, in a row."""
+    return nn.Sequential(OrderedDict(net.named_children(), **parts))
+
+
+def predicting(projection_head: str, prediction_head: str, ctx: Context) -> nn.Module:
+    """A predictor of projections: B×d_z to B×d_z."""
+    width = projected_width(projection_head, ctx)
+    predictor = head(prediction_head, width)
+    if head_dim(predictor) != width:
+        raise FurlongError(
+            f"method.prediction_head = {prediction_head} gives {head_dim(predictor)} numbers, "
+            f"method.projection_head = {projection_head} {width}: they must be as many."
+        )
+    return predictor
+
+
+def backbone(weights: Weights, ctx: Context) -> nn.Module:
+    """The encoder inside the weights of a network whose part ``backbone`` it is."""
+    return filled(ctx.encoder(), prefixed(weights, "backbone"))
+
+
+def filled(net: nn.Module, weights: Weights) -> nn.Module:
+    """``net`` with ``weights``, in eval mode."""
+    restore(net, weights)
+    return net.eval()

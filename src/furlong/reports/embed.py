@@ -1,0 +1,330 @@
+"""Features of a folder of images in a parquet file, and the images nearest to another one.
+
+The file has a row per image (path, folder, width, height, feature) and says in its metadata by
+which encoder the features were made, so that those of another one are not compared with them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+from jinja2 import Environment, StrictUndefined
+from PIL import Image
+from torch import Tensor
+
+from furlong.data.folder import (
+    ByteArray,
+    Item,
+    Skipped,
+    Unusable,
+    decode,
+    opened,
+    printable,
+    scan,
+    threads,
+    upright,
+)
+from furlong.errors import FurlongError
+from furlong.evaluation.features import features
+from furlong.files import replacing
+from furlong.runs.folder import load_encoder, read_encoder
+
+BLOCK = 512  # images at a time, and rows of a row group
+BATCH = 128
+THUMB = 192  # pixels of the longer side in the page
+KEY = b"furlong"
+
+Show = Callable[[int, int], None]
+
+
+class Embedder:
+    """Image files to features, by the encoder of a run folder or of an exported file."""
+
+    def __init__(self, run: Path) -> None:
+        about, weights = read_encoder(run)
+        self._encoder = load_encoder(run)
+        self.size = int(about["image_size"])
+        self.width = int(about["width"])
+        if int(about["channels"]) != 3:
+            raise FurlongError(
+                f"{run} takes images of {about['channels']} channel(s); image files have 3."
+            )
+        digest = hashlib.sha256()
+        for name in sorted(weights):
+            digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+        self.about = {key: str(value) for key, value in about.items()}
+        self.about["weights_sha256"] = digest.hexdigest()
+
+    def __call__(self, pixels: list[ByteArray]) -> Tensor:
+        """Images 3×S×S, B of them, to features B×d."""
+        transform: Callable[[Tensor], Tensor] = self._encoder.transform  # type: ignore[assignment]
+        return features(self._encoder, torch.from_numpy(np.stack(pixels)), transform, BATCH)
+
+    def read(self, item: Item) -> _Read | Skipped:
+        """An image file as the encoder takes it, and its own width and height."""
+        name, data = item
+        try:
+            with opened(data) as image:
+                width, height = upright(image)
+            return _Read(width, height, decode(data, (self.size, self.size)))
+        except Unusable as why:
+            return Skipped(name, str(why))
+
+    def one(self, path: Path) -> Tensor:
+        """The feature d of one file."""
+        if not path.is_file():
+            raise FurlongError(f"there is no image file {path}.")
+        found = self.read((str(path), path))
+        if isinstance(found, Skipped):
+            raise FurlongError(f"{path} cannot be read: {found.reason}.")
+        return self([found.pixels])[0]
+
+
+@dataclass(frozen=True)
+class _Read:
+    width: int
+    height: int
+    pixels: ByteArray
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some images of a folder: relative paths, widths, heights (B each), features B×d."""
+
+    paths: list[str]
+    widths: list[int]
+    heights: list[int]
+    features: Tensor
+
+
+def folder_rows(
+    embedder: Embedder, root: Path, skipped: list[Skipped], show: Show | None = None
+) -> Iterator[Rows]:
+    """All images below ``root`` in blocks, by path; what is unusable goes to ``skipped``."""
+    if not root.is_dir():
+        raise FurlongError(f"there is no folder {root}.")
+    names, refused = scan(root)
+    skipped += refused
+    with threads(embedder.read) as many:
+        for start in range(0, len(names), BLOCK):
+            part = names[start : start + BLOCK]
+            read = many([(printable(name), root / name) for name in part])
+            skipped += [each for each in read if isinstance(each, Skipped)]
+            good = [(n, r) for n, r in zip(part, read, strict=True) if isinstance(r, _Read)]
+            if good:
+                yield Rows(
+                    [_text(name) for name, _ in good],
+                    [each.width for _, each in good],
+                    [each.height for _, each in good],
+                    embedder([each.pixels for _, each in good]),
+                )
+            if show is not None:
+                show(start + len(part), len(names))
+
+
+def _text(name: str) -> str:
+    """A path as it is, unless it is not Unicode."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return printable(name)
+    return name
+
+
+def _schema(width: int) -> pa.Schema:
+    return pa.schema(
+        [
+            pa.field("path", pa.string(), nullable=False),
+            pa.field("folder", pa.string()),
+            pa.field("width", pa.int32(), nullable=False),
+            pa.field("height", pa.int32(), nullable=False),
+            pa.field("feature", pa.list_(pa.float32(), width), nullable=False),
+        ]
+    )
+
+
+def _kind(field: pa.Field | None) -> str:
+    if field is None:
+        return "absent"
+    return f"{field.type}{'' if field.nullable else ' without gaps'}"
+
+
+def embed(
+    embedder: Embedder, root: Path, out: Path, *, force: bool = False, show: Show | None = None
+) -> tuple[int, list[Skipped]]:
+    """Write the features of all images below ``root``; how many, and what was skipped."""
+    about = json.dumps({**embedder.about, "root": str(root.resolve())})
+    schema = _schema(embedder.width).with_metadata({KEY: about})
+    count, skipped = 0, list[Skipped]()
+    with replacing(out, force) as draft:
+        with pq.ParquetWriter(draft, schema) as writer:
+            for rows in folder_rows(embedder, root, skipped, show):
+                flat = pa.array(rows.features.numpy().ravel())
+                folders = [str(Path(path).parent.as_posix()) for path in rows.paths]
+                columns = [
+                    pa.array(rows.paths),
+                    pa.array([None if each == "." else each for each in folders], pa.string()),
+                    pa.array(rows.widths, pa.int32()),
+                    pa.array(rows.heights, pa.int32()),
+                    pa.FixedSizeListArray.from_arrays(flat, embedder.width),
+                ]
+                writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+                count += len(rows.paths)
+        if not count:
+            raise FurlongError(f"there is no readable image in {root}.")
+    return count, skipped
+
+
+def stored_rows(embedder: Embedder, path: Path) -> tuple[Path, Iterator[Rows]]:
+    """The folder whose features ``path`` holds, and the rows, a row group at a time."""
+    try:
+        file = pq.ParquetFile(path)
+        about = json.loads((file.schema_arrow.metadata or {})[KEY])
+        root = Path(about["root"])
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError):
+        raise FurlongError(f"{path} is not a file of 'furlong embed'.") from None
+    if about.get("weights_sha256") != embedder.about["weights_sha256"]:
+        raise FurlongError(
+            f"{path} holds features of another encoder ({about.get('method')}, "
+            f"{about.get('encoder')}): make it again with 'furlong embed'."
+        )
+    for wanted in _schema(embedder.width):
+        index = file.schema_arrow.get_field_index(wanted.name)
+        found = file.schema_arrow.field(index) if index >= 0 else None
+        if found is None or not found.equals(wanted):
+            raise FurlongError(
+                f"{path} is not as 'furlong embed' wrote it: the column {wanted.name} is "
+                f"{_kind(found)}, not {_kind(wanted)}. Make it again."
+            )
+
+    def rows() -> Iterator[Rows]:
+        for index in range(file.num_row_groups):
+            table = file.read_row_group(index)
+            flat = table["feature"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            yield Rows(
+                table["path"].to_pylist(),
+                table["width"].to_pylist(),
+                table["height"].to_pylist(),
+                torch.from_numpy(flat.reshape(table.num_rows, -1).copy()),
+            )
+
+    return root, rows()
+
+
+# ---------------------------------------------------------------- neighbours
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """An image and its cosine similarity to the query."""
+
+    path: str
+    width: int
+    height: int
+    similarity: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The nearest images, best first; of how many; and how alike the median one of all is."""
+
+    nearest: list[Neighbour]
+    count: int
+    median: float
+
+
+def nearest_images(query: Tensor, rows: Iterator[Rows], k: int) -> Found:
+    """The ``k`` rows most alike to ``query`` (d) by cosine."""
+    best: list[Neighbour] = []
+    every: list[Tensor] = []
+    direction = F.normalize(query.double(), dim=0)
+    for block in rows:
+        alike = F.normalize(block.features.double(), dim=1) @ direction
+        every.append(alike)
+        values, where = alike.topk(min(k, len(alike)))
+        best += [
+            Neighbour(block.paths[i], block.widths[i], block.heights[i], value)
+            for value, i in zip(values.tolist(), where.tolist(), strict=True)
+        ]
+        # a path breaks ties, so that the order does not depend on the blocks
+        best = sorted(best, key=lambda each: (-each.similarity, each.path))[:k]
+    if not every:
+        raise FurlongError("there is no readable image to compare with.")
+    whole = torch.cat(every)
+    return Found(best, len(whole), float(whole.median()))
+
+
+def page(query: Path, root: Path, found: Found, about: dict[str, str]) -> str:
+    """A self-contained HTML page: the query, then its neighbours, thumbnails inside."""
+    text = (
+        resources.files("furlong.reports")
+        .joinpath("templates", "neighbours.html.jinja")
+        .read_text(encoding="utf-8")
+    )
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    asked, files = query.resolve(), _files(root, [each.path for each in found.nearest])
+    rest = max(1 - found.median, 1e-9)
+    cards = [
+        {
+            "rank": rank,
+            "folder": each.path.rpartition("/")[0],
+            "name": each.path.rpartition("/")[2],
+            "size": f"{each.width}×{each.height}",
+            "similarity": each.similarity,
+            "bar": 100 * min(1.0, max(0.0, (each.similarity - found.median) / rest)),
+            "self": files[each.path].resolve() == asked,
+            "image": thumbnail(files[each.path]),
+        }
+        for rank, each in enumerate(found.nearest, 1)
+    ]
+    return environment.from_string(text).render(
+        query=printable(query.name),
+        image=thumbnail(query),
+        cards=cards,
+        count=found.count,
+        median=found.median,
+        about=about,
+        root=printable(root.name or str(root)),
+    )
+
+
+def _files(root: Path, paths: list[str]) -> dict[str, Path]:
+    """The files of ``paths``, which :func:`_text` has changed where names are not Unicode."""
+    found = {path: root / path for path in paths}
+    if root.is_dir() and not all(file.exists() for file in found.values()):
+        names = {_text(name): name for name in scan(root)[0]}
+        found = {path: root / names.get(path, path) for path in paths}
+    return found
+
+
+def thumbnail(path: Path) -> str | None:
+    """A data: URI of the whole image, small; ``None`` if the file is gone or unreadable."""
+    try:
+        pixels = decode(path, None)
+    except Unusable:
+        return None
+    image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+    image.thumbnail((THUMB, THUMB))
+    buffer = io.BytesIO()
+    # small images whole, as their pixels are looked at one by one
+    if max(image.size) <= 96:
+        image.save(buffer, "PNG", optimize=True)
+        kind = "png"
+    else:
+        image.save(buffer, "JPEG", quality=85)
+        kind = "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,305 @@
+"""A run's encoder as one file for other programs: safetensors, ONNX, or timm's names.
+
+Every file is checked before it takes its place: weights bit for bit, a graph by running it. What is
+written is for passing on, so it says what was trained on without the paths of this machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from furlong.core.payload import Weights, pack_tensors, unpack_tensors
+from furlong.data.augment import normalisation, preset
+from furlong.errors import FurlongError, nearest
+from furlong.files import replacing, require_free, require_space
+from furlong.nn.encoders import evaluating
+from furlong.reports import card as cards
+from furlong.runs.folder import load_encoder, read_encoder
+
+Target = Literal["safetensors", "onnx", "timm"]
+FILES: dict[str, str] = {
+    "safetensors": "encoder.safetensors",
+    "onnx": "encoder.onnx",
+    "timm": "encoder-timm.safetensors",
+}
+OPSET = 18  # the one in which torch's translations are written; runtimes know it since early 2023
+TOLERANCE = 1e-5  # of a feature, or relative to the largest one where that is above 1
+BATCHES = (1, 2, 5)
+TIMM = ("resnet18", "resnet50")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and what a person should know about it."""
+
+    path: Path
+    card: Path
+    size: int
+    checked: str  # what the check found
+    load: str  # Python that loads the file
+
+
+def export(
+    run: Path, to: str, out: Path | None = None, *, force: bool = False, pixels: bool = False
+) -> Exported:
+    """Write the encoder of a finished run to ``out`` (default: in ``run``/export), with its card.
+
+    ``pixels`` (ONNX only): the graph takes uint8 images and normalises them itself.
+    """
+    if to not in FILES:
+        raise FurlongError(f"--to {to} is not a format. {nearest(to, get_args(Target))}")
+    if pixels and to != "onnx":
+        raise FurlongError("--pixels is for --to onnx: the other formats hold weights, no program.")
+    if run.is_file():
+        raise FurlongError(f"{run} is a file: export takes a run folder, which the card describes.")
+    path = out or run / "export" / FILES[to]
+    require_free(path, force)  # first: a folder like "." has no name to which one could add
+    card = path.with_name(f"{path.name}.md")
+    require_free(card, force)
+    about, weights = read_encoder(run)
+    described = describe(about)
+    if to == "onnx":
+        data, checked = _onnx(load_encoder(run), described, pixels)
+    else:
+        data, checked = _safetensors(weights, described, _timm(about) if to == "timm" else {})
+    _store(path, data, force)
+    load = _loading(to, path.name, described, weights, pixels)
+    text = cards.write(run, path.name, data, to, described, checked, load)
+    _store(card, text.encode("utf-8", "replace"), force)
+    return Exported(path, card, len(data), checked, load)
+
+
+def describe(about: dict[str, Any]) -> dict[str, str]:
+    """What encoder.json says as strings, with the normalisation, without paths."""
+    try:
+        mean, std = normalisation(preset(str(about["augment"])))
+        data, method, encoder = (str(about[key]) for key in ("data", "method", "encoder"))
+    except KeyError as error:
+        raise FurlongError(f"the run's encoder.json lacks {error}.") from None
+    found = {key: str(value) for key, value in about.items()}
+    found["data"] = cards.short(data)
+    for key, name in (("method", method), ("encoder", encoder)):
+        found[key] = Path(name).name if ":" in name else name  # file.py:name
+    return found | {"mean": json.dumps(mean), "std": json.dumps(std)}
+
+
+def _store(path: Path, data: bytes, force: bool) -> None:
+    """The file, read back."""
+    with replacing(path, force) as draft:
+        require_space(path.parent, len(data))
+        draft.write_bytes(data)
+        if draft.read_bytes() != data:
+            raise FurlongError(f"{path} reads back other bytes than were written: a bad disk?")
+
+
+# ---------------------------------------------------------------- weights
+
+
+def _safetensors(
+    weights: Weights, about: dict[str, str], more: dict[str, str]
+) -> tuple[bytes, str]:
+    data = bytes(pack_tensors(weights, {"format": "pt", **about, **more}))
+    again, _ = unpack_tensors(data)
+    same = again.keys() == weights.keys() and all(
+        again[name].dtype == tensor.dtype and torch.equal(_bits(again[name]), _bits(tensor))
+        for name, tensor in weights.items()
+    )
+    if not same:
+        raise FurlongError("the weights do not survive being written: please report this.")
+    return data, f"{len(weights)} tensors read back bit for bit"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As bytes, since NaN is not equal to itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _timm(about: dict[str, Any]) -> dict[str, str]:
+    """Which of timm's models it is; our ResNets have the names of timm's."""
+    name = str(about["encoder"])
+    base = name.removesuffix("_small").removesuffix("_large")
+    if base not in TIMM:
+        raise FurlongError(
+            f"the encoder {name} has no counterpart in timm: only {' and '.join(TIMM)} have. "
+            "Use --to safetensors or --to onnx."
+        )
+    return {"timm": base}
+
+
+# ---------------------------------------------------------------- ONNX
+
+
+class _FromPixels(nn.Module):
+    """Normalise uint8 images B×C×H×W, then encode."""
+
+    def __init__(self, encoder: nn.Module, mean: list[float], std: list[float]) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.mean: Tensor
+        self.std: Tensor
+        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """B×C×H×W bytes to B×d."""
+        features: Tensor = self.encoder((images.float() / 255 - self.mean) / self.std)
+        return features
+
+
+def _onnx(encoder: nn.Module, about: dict[str, str], pixels: bool) -> tuple[bytes, str]:
+    """The graph as bytes, and what comparing it with torch found."""
+    onnx, runtime = _optional("onnx"), _optional("onnxruntime")
+    _optional("onnxscript")
+    transform: Callable[[Tensor], Tensor] = encoder.transform  # type: ignore[assignment]
+    shape = (int(about["channels"]), int(about["image_size"]), int(about["image_size"]))
+    generator = torch.Generator().manual_seed(0)
+    images = [
+        torch.randint(0, 256, (b, *shape), dtype=torch.uint8, generator=generator) for b in BATCHES
+    ]
+    module = encoder
+    if pixels:
+        module = _FromPixels(encoder, json.loads(about["mean"]), json.loads(about["std"])).eval()
+
+    def feed(x: Tensor) -> Tensor:
+        return x if pixels else transform(x).contiguous()
+
+    with evaluating(module), _quietly():
+        try:
+            program = torch.onnx.export(
+                module,
+                (feed(images[1]),),
+                input_names=["images"],
+                output_names=["features"],
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+            )
+        except Exception as error:  # whatever an encoder of one's own makes the exporter do
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise FurlongError(
+                f"the encoder {about['encoder']} cannot be written as ONNX: {reason[0][:300]}"
+            ) from None
+        assert program is not None
+        model = program.model_proto
+        _forget_origin(model.graph)
+        onnx.helper.set_model_props(model, {**about, "input": _input(about, pixels)})
+        onnx.checker.check_model(model)
+        data = bytes(model.SerializeToString())
+        session = runtime.InferenceSession(data, providers=["CPUExecutionProvider"])
+        worst = 0.0
+        for batch in images:
+            wanted = encoder(transform(batch))
+            (found,) = session.run(["features"], {"images": feed(batch).numpy()})
+            scale = max(1.0, float(wanted.abs().max()))
+            worst = max(worst, float((torch.from_numpy(found) - wanted).abs().max()) / scale)
+    if not worst <= TOLERANCE:
+        raise FurlongError(
+            f"onnxruntime's features differ from torch's by {worst:.2g}, more than {TOLERANCE:g}: "
+            "nothing was written."
+        )
+    sizes = ", ".join(map(str, BATCHES))
+    return data, (
+        f"opset {OPSET}; onnxruntime and torch differ by at most {worst:.1g} for batches of {sizes}"
+    )
+
+
+def _input(about: dict[str, str], pixels: bool) -> str:
+    side = about["image_size"]
+    kind = "uint8" if pixels else "float32, pixels / 255 normalised with mean and std,"
+    return f"images: {kind} batch×{about['channels']}×{side}×{side}, RGB"
+
+
+def _optional(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise FurlongError(
+            f"--to onnx needs the package {error.name or name}: pip install furlong-fl[onnx]"
+        ) from None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the exporter's remarks on its own deprecations and on absent torchvision."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _forget_origin(graph: Any) -> None:
+    """Take out the stack traces: they hold paths of the machine that exported."""
+    for part in (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+
+
+# ---------------------------------------------------------------- how to load it
+
+
+def _loading(to: str, name: str, about: dict[str, str], weights: Weights, pixels: bool) -> str:
+    """Python that loads the file and encodes; ``pixels`` there are uint8 images."""
+    file = json.dumps(name, ensure_ascii=False)
+    if to == "safetensors" and ":" in about["encoder"]:
+        return (
+            f"from safetensors.torch import load_file\n"
+            f"encoder = make()  # {about['encoder']}: your own code\n"
+            f"encoder.load_state_dict(load_file({file}))"
+        )
+    if to == "safetensors":
+        return (
+            "import furlong\n"
+            f"encoder = furlong.load_encoder({file})\n"
+            "features = encoder(encoder.transform(pixels))  # uint8 B×C×H×W to float32 B×d"
+        )
+    if to == "onnx":
+        made = "" if pixels else f"images = ({_normalising(about)}).astype(numpy.float32)\n"
+        fed = "pixels" if pixels else "images"
+        return (
+            f"import {'' if pixels else 'numpy, '}onnxruntime\n"
+            f"session = onnxruntime.InferenceSession({file})\n"
+            f"{made}"
+            f'features = session.run(["features"], {{"images": {fed}}})[0]  # pixels: uint8 B×C×S×S'
+        )
+    stem = weights["conv1.weight"]
+    changed = ""
+    if stem.shape[-1] == 3:
+        changed = (
+            "# this stem is the one for small images: 3×3, no pooling\n"
+            f"model.conv1 = torch.nn.Conv2d({stem.shape[1]}, 64, 3, padding=1, bias=False)\n"
+            "model.maxpool = torch.nn.Identity()\n"
+        )
+    base = _timm(about)["timm"]
+    return (
+        f"import timm{', torch' if changed else ''}\n"
+        "from safetensors.torch import load_file\n"
+        f'model = timm.create_model("{base}", num_classes=0, in_chans={stem.shape[1]})\n'
+        f"{changed}model.load_state_dict(load_file({file}))\n"
+        f"model.eval()  # takes float32 B×C×S×S: {_normalising(about)}"
+    )
+
+
+def _normalising(about: dict[str, str]) -> str:
+    """How pixels B×C×S×S become what the encoder takes, in NumPy."""
+    mean, std = json.loads(about["mean"]), json.loads(about["std"])
+    if not any(mean) and set(std) == {1.0}:
+        return "pixels / 255"
+    columns = [f"numpy.array({v}).reshape(-1, 1, 1)" for v in (mean, std)]
+    return f"(pixels / 255 - {columns[0]}) / {columns[1]}"

@@ -1,0 +1,198 @@
+"""The codec: round trips, compatibility with the safetensors library, hostile bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.core.payload import (
+    PayloadError,
+    Weights,
+    pack,
+    pack_tensors,
+    payload,
+    replace_tensors,
+    split_weights,
+    traffic,
+    unpack,
+    unpack_tensors,
+)
+
+
+@payload
+class Inner:
+    value: float
+    rows: torch.Tensor
+
+
+@payload
+class Everything:
+    weights: Weights
+    inner: Inner | None
+    by_client: dict[int, Inner]
+    parts: tuple[Weights, ...]
+    name: str
+    count: int
+    flag: bool
+
+
+def example() -> Everything:
+    inner = Inner(math.inf, torch.arange(6.0).view(2, 3))
+    return Everything(
+        {"a.weight": torch.randn(3, 2), "n": torch.tensor(7), "half": torch.ones(3).half()},
+        inner,
+        {3: inner, 10: Inner(-0.5, torch.empty(0, 4))},
+        ({"x": torch.ones(1)}, {}),
+        "näme",
+        2**40,
+        True,
+    )
+
+
+def same(a: Any, b: Any) -> bool:
+    return bytes(pack(a)) == bytes(pack(b))
+
+
+def test_round_trip() -> None:
+    value = example()
+    back = unpack(pack(value))
+    assert isinstance(back, Everything)
+    assert same(value, back)
+    assert back.by_client[3].value == math.inf
+    assert back.by_client[10].rows.shape == (0, 4)
+    assert back.weights["n"].dtype == torch.int64
+
+
+def test_read_only_bytes_and_no_copy() -> None:
+    buffer = pack(example())
+    assert same(unpack(bytes(buffer)), example_from(buffer))
+    view = unpack(buffer)
+    view.inner.rows[0, 0] = 99.0
+    assert unpack(buffer).inner.rows[0, 0] == 99.0  # a view of the buffer, not a copy
+
+
+def example_from(buffer: bytearray) -> Any:
+    return unpack(bytearray(buffer))
+
+
+def test_non_contiguous_and_shared_tensors() -> None:
+    base = torch.arange(12.0).view(3, 4)
+    value = {"t": base.t(), "again": base.t(), "last": base.to(memory_format=torch.preserve_format)}
+    back = unpack(pack(value))
+    assert torch.equal(back["t"], base.t())
+    assert torch.equal(back["again"], back["t"])
+
+
+def test_is_a_safetensors_file() -> None:
+    tensors = {"b": torch.randn(2, 3), "a": torch.arange(5), "c": torch.tensor([True, False])}
+    ours = pack_tensors(tensors, {"k": "v"})
+    theirs = safetensors.torch.load(bytes(ours))
+    assert all(torch.equal(theirs[n], t) for n, t in tensors.items())
+    back, metadata = unpack_tensors(safetensors.torch.save(tensors, {"k": "v"}))
+    assert metadata == {"k": "v"}
+    assert all(torch.equal(back[n], t) for n, t in tensors.items())
+
+
+def test_unregistered_classes_are_refused() -> None:
+    with pytest.raises(TypeError, match="cannot hold"):
+        pack({"x": object()})
+    evil = pack_tensors({}, {"furlong": json.dumps({"payload": "os.system", "fields": {}})})
+    with pytest.raises(PayloadError, match="unknown kind"):
+        unpack(evil)
+
+
+def test_lying_headers() -> None:
+    def forge(entry: dict[str, Any], data: bytes = b"\0" * 8) -> bytearray:
+        text = json.dumps({"t": entry}).encode()
+        return bytearray(len(text).to_bytes(8, "little") + text + data)
+
+    good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    assert unpack_tensors(forge(good))[0]["t"].shape == (2,)
+    lies: list[dict[str, Any]] = [
+        {**good, "shape": [10**13]},
+        {**good, "data_offsets": [0, 4 * 10**13], "shape": [10**13]},
+        {**good, "shape": [-2]},
+        {**good, "dtype": "PICKLE"},
+        {**good, "shape": [1.5]},
+        {**good, "data_offsets": [4, 12]},
+        {**good, "shape": [2**61, 2**61]},
+        {"dtype": "F32"},
+        {**good, "shape": [1], "data_offsets": [0, 4]},
+    ]
+    for lie in lies:
+        with pytest.raises(PayloadError):
+            unpack_tensors(forge(lie))
+    for cut in (b"", b"\1", (1 << 62).to_bytes(8, "little") + b"{}"):
+        with pytest.raises(PayloadError):
+            unpack_tensors(cut)
+
+
+WHOLE = bytes(pack(example()))
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255), st.integers(0, len(WHOLE)))
+def test_mutated_bytes_never_crash(at: int, byte: int, cut: int) -> None:
+    broken = bytearray(WHOLE)
+    broken[at] = byte
+    for attempt in (broken, broken[:cut]):
+        try:
+            unpack(attempt)
+        except PayloadError:
+            continue
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.text(max_size=5)
+    | st.floats(allow_nan=False)
+    | st.lists(st.integers(0, 4), max_size=3).map(lambda s: torch.ones(s)),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(st.characters(codec="ascii"), max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(values)
+def test_any_value_survives(value: Any) -> None:
+    assert same(unpack(pack(value)), value)
+
+
+def test_traffic_by_kind() -> None:
+    weights = {
+        "bn.weight": torch.ones(4),
+        "bn.running_mean": torch.ones(4),
+        "bn.num_batches_tracked": torch.tensor(1),
+    }
+    cost = traffic(Inner(1.0, torch.ones(5))) + traffic({"w": weights})
+    assert (cost.params, cost.buffers, cost.features, cost.scalars) == (16, 24, 20, 8)
+    assert cost.total == 68
+
+
+def test_replace_and_split() -> None:
+    value = example()
+    changed = replace_tensors(value, {"weights/n": torch.tensor(8)})
+    assert changed.weights["n"] == 8
+    assert value.weights["n"] == 7
+    kept, removed = split_weights(value, lambda name: name == "n")
+    assert list(kept.weights) == ["a.weight", "half"]
+    assert removed.keys() == {"weights/n"}
+
+
+def test_colliding_paths_are_refused() -> None:
+    with pytest.raises(ValueError, match="two tensors"):
+        pack({1: (torch.zeros(1),), "1": (torch.ones(1),)})
+    numbered = {1: torch.zeros(1), 2: torch.ones(1)}
+    assert same(unpack(pack(numbered)), numbered)

@@ -1,0 +1,193 @@
+"""A node's own protection: its worker may hang or die, its disk may be full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+from test_remote import Direct, failures, flower, hello, in_process, parts, weights
+
+from furlong.deploy.node import Own, Site, StateFiles, without_paths
+from furlong.runs import loop
+from furlong.runs.config import from_tree
+from furlong.runs.prepare import told
+
+BAD = """
+import os, signal, time
+from dataclasses import dataclass
+from furlong.methods.fedsimclr import FedSimCLR
+
+@dataclass(frozen=True)
+class Bad(FedSimCLR):
+    how: str = "sleep"
+    def local_update(self, state, down, ctx):
+        if ctx.client == 2 and ctx.exchange.round == 1:
+            if self.how == "sleep":
+                time.sleep(3600)
+            if self.how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("the scanner is on fire")
+        return super().local_update(state, down, ctx)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "reason"),
+    [
+        ("sleep", "lost", "no answer within"),
+        ("die", "lost", "its worker process ended (SIGKILL)"),
+        ("raise", "raised", "the scanner is on fire"),
+    ],
+)
+def test_one_bad_node(tmp_path: Path, how: str, kind: str, reason: str) -> None:
+    """It answers for itself, the round goes on, and it takes part in the next one."""
+    (tmp_path / "bad.py").write_text(BAD)
+    options = {"rounds": 3, "method.how": how, "run.deadline": 20}
+    settings = flower(tmp_path, f"{tmp_path / 'bad.py'}:Bad", **options)
+    sites = parts(tmp_path, isolate=True, code=True)
+    loop.run(settings, wire=Direct(sites))
+    found = failures(tmp_path)
+    assert [[f["client"] for f in line] for line in found] == [[], [2], []]
+    assert found[1][0]["kind"] == kind
+    assert reason in found[1][0]["reason"]
+
+
+def test_isolated_clients_give_the_same_bits(tmp_path: Path) -> None:
+    run = loop.run(flower(tmp_path, "fedema"), wire=Direct(parts(tmp_path, isolate=True)))
+    assert weights(run) == in_process(tmp_path, "fedema")
+
+
+def test_a_full_disk_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: StateFiles, client: int, packed: Any, what: str = "state") -> None:
+        if client == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(self, client, packed, what)
+
+    put = StateFiles.put
+    monkeypatch.setattr(StateFiles, "put", full)
+    loop.run(flower(tmp_path, "fedema"), wire=Direct(parts(tmp_path)))
+    for line in failures(tmp_path):
+        assert [(f["client"], "No space left" in f["reason"]) for f in line] == [(2, True)]
+
+
+def test_states_of_exchanges_that_can_be_gone_back_to(tmp_path: Path) -> None:
+    store = StateFiles(tmp_path / "run")
+    for exchange in range(6):
+        store.at(3, exchange, exchange - 1 if exchange else None, oldest=max(0, exchange - 1))
+        before = store.get(3)
+        assert (before and bytes(before)) == (
+            f"after {exchange - 1}".encode() if exchange else None
+        )
+        store.put(3, f"after {exchange}".encode())
+    kept = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert kept == [f"00003-{n:06d}.state.safetensors" for n in (3, 4, 5)]
+    store.at(3, 5, 4, oldest=4)  # the server was killed during exchange 5: it asks again
+    assert bytes(store.get(3) or b"") == b"after 4"
+    store.at(3, 4, 3, oldest=4)  # its newest checkpoint was damaged
+    assert bytes(store.get(3) or b"") == b"after 3"
+    assert StateFiles(tmp_path / "run").get(4) is None
+
+
+def test_run_ids_cannot_leave_the_folder(tmp_path: Path) -> None:
+    site = Site(tmp_path / "state", part=0)
+    said, _ = site.answer({**hello(), "kind": "end", "run": "../" * 8})
+    assert "not the name of a run" in said["refused"]
+
+
+@pytest.mark.parametrize("encoding", ["float16", "int8"])
+def test_lossy_transport(tmp_path: Path, encoding: str) -> None:
+    """Fewer bytes, nearly the same weights, and what rounding lost is kept on the node."""
+    kept: list[Path] = []
+    up: list[int] = []
+
+    def listen(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        up.append(len(body))
+        kept.extend(tmp_path.rglob("*.residual.safetensors"))
+        return header, body
+
+    wire = Direct(parts(tmp_path), up=listen)
+    options = {"flower.encoding": encoding, "rounds": 3, "optimiser.lr": 0.01}
+    lossy = loop.run(flower(tmp_path, **options), wire=wire)
+    exact_sizes: list[int] = []
+
+    def measure(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        exact_sizes.append(len(body))
+        return header, body
+
+    exact = Direct(parts(tmp_path / "again"), up=measure)
+    same = {k: v for k, v in options.items() if k != "flower.encoding"}
+    run = loop.run(flower(tmp_path / "exact", **same), wire=exact)
+    assert max(up) < max(exact_sizes) * {"float16": 0.56, "int8": 0.32}[encoding]
+    assert kept
+    ours, theirs = (
+        torch.cat([p.detach().flatten() for p in made.encoder.parameters()])
+        for made in (lossy, run)
+    )
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+    assert weights(lossy) != weights(run)
+
+
+# ---------------------------------------------------------------- what would leave
+
+
+def test_what_would_leave(tmp_path: Path) -> None:
+    given = {"method": "fedsimclr", "data": "sites", "data.image_size": 16, "clients": 4}
+    settings = from_tree({}, {**given, "rounds": 7}, "test")
+    site = Site(tmp_path, Own("shapes", limit=50), name="amber")
+    leaving = site.leaving(settings)
+    assert leaving.visits == 7
+    assert leaving.others == 3
+    assert "amber" in leaving.hello
+    assert "50" in leaving.hello
+    assert {row.kind for row in leaving.rows} <= {"weights", "BatchNorm", "numbers"}
+    once = sum(row.bytes for row in leaving.rows)
+    assert leaving.total == 7 * once
+    run = loop.run(tiny("fedsimclr", out=str(tmp_path / "run"), **{"evaluate.probe": "none"}))
+    line = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert abs(line["bytes_up"] / 3 - once) < 200  # the report's own numbers
+
+
+def test_features_are_called_features(tmp_path: Path) -> None:
+    given = {"method": "fcl", "data": "sites", "data.image_size": 16, "clients": 2, "rounds": 2}
+    settings = from_tree({}, {**given, "method.bank": 16, "method.neighbours": 3}, "test")
+    rows = Site(tmp_path, Own("shapes", limit=50), name="amber").leaving(settings).rows
+    assert any(row.kind == "features" for row in rows)
+
+
+# ---------------------------------------------------------------- what must not leave
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("No such file: '/data/my scans/x.png'", "No such file: …"),
+        (
+            "OSError: cannot open /data/scans/x.png (folder.py:12)",
+            "OSError: cannot open … (folder.py:12)",
+        ),
+        ("folder:/data/scans is empty", "… is empty"),
+        ("scans/amber/1.png is damaged", "… is damaged"),
+        ("training diverged: upload", "training diverged: upload"),
+    ],
+)
+def test_paths_are_cut_out(text: str, safe: str) -> None:
+    assert without_paths(text) == safe
+
+
+def test_a_folder_that_vanished_is_not_named_to_the_server(tmp_path: Path) -> None:
+    said: list[str] = []
+    site = Site(tmp_path, Own(f"folder:{tmp_path / 'gone'}"), name="amber", say=said.append)
+    given = {"method": "fedsimclr", "data": "sites", "data.image_size": 16, "clients": 2}
+    told_ = told(from_tree({}, given, "test"))
+    answer, _ = site.answer({**hello(), "config": told_})
+    assert answer == {
+        "failed": "raised",
+        "reason": "the site's images cannot be read; its own log says why",
+    }
+    assert any("gone" in text for text in said)

@@ -1,0 +1,451 @@
+"""The in-process engine: failures by name, dead workers, memory budget, no leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from furlong.core.context import ClientContext, Exchange
+from furlong.core.exchange import Server, draw_cohort
+from furlong.core.method import Local
+from furlong.core.payload import pack, unpack
+from furlong.engines.inprocess import Blob, BlobStore, InProcess, States
+from furlong.errors import FurlongError
+from furlong.methods.fedsimclr import FedSimCLR
+from furlong.seeding import seed_of
+
+
+@dataclass(frozen=True)
+class Faulty(FedSimCLR):
+    """Misbehaves on one client."""
+
+    how: str = "raise"
+    whom: int = 1
+
+    def local_update(self, state: Any, down: Any, ctx: ClientContext) -> Local[Any, Any]:
+        if ctx.client == self.whom or self.whom < 0:
+            if self.how == "raise":
+                raise ValueError("bad scanner")
+            if self.how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "hang":
+                time.sleep(600)
+        return super().local_update(state, down, ctx)
+
+
+def faulty(p: Any, **fields: Any) -> Faulty:
+    return Faulty(projection_head=p.method.projection_head, **fields)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_client_that_raises_is_named(prepared: Any, workers: int) -> None:
+    p = prepared("fedsimclr")
+    method = faulty(p)
+    server = Server(method, p.setup)
+    with InProcess(method, p.federation, p.setup, workers) as transport:
+        results = list(server.run(p.federation, transport, server.init()))
+    assert len(results) == 2
+    for result in results:
+        assert sorted(result.metrics) == [0, 2]
+        (failure,) = result.failures
+        assert (failure.client, failure.kind) == (1, "raised")
+        assert "ValueError: bad scanner" in failure.reason
+
+
+def test_a_worker_that_dies_is_replaced(prepared: Any) -> None:
+    p = prepared("fedsimclr")
+    method = faulty(p, how="die")
+    server = Server(method, p.setup)
+    with InProcess(method, p.federation, p.setup, 2) as transport:
+        results = list(server.run(p.federation, transport, server.init()))
+    for result in results:
+        assert sorted(result.metrics) == [0, 2]
+        assert "SIGKILL" in result.failures[0].reason
+        assert result.failures[0].client == 1
+
+
+def test_if_everybody_fails_the_run_stops(prepared: Any) -> None:
+    p = prepared("fedsimclr")
+    method = faulty(p, whom=-1)
+    server = Server(method, p.setup)
+    with (
+        InProcess(method, p.federation, p.setup) as transport,
+        pytest.raises(FurlongError, match=r"no client could.*bad scanner"),
+    ):
+        list(server.run(p.federation, transport, server.init()))
+
+
+def test_closing_leaves_no_process_and_no_descriptor(prepared: Any) -> None:
+    p = prepared("fedu")
+    before = len(os.listdir("/proc/self/fd"))
+    with InProcess(p.method, p.federation, p.setup, 2) as transport:
+        workers = [w.process.pid for w in transport._pool]
+        list(p.server.run(p.federation, transport, p.server.init()))
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_states_beyond_the_budget_go_to_disk(tmp_path: Any) -> None:
+    packed = {k: bytes(pack({"t": torch.full((1000,), float(k))})) for k in range(5)}
+    store = BlobStore(budget=2 * len(packed[0]), folder=tmp_path)
+    for k, data in packed.items():
+        store.put(k, data)
+    on_disk = list(tmp_path.rglob("*.safetensors"))
+    assert len(on_disk) == 3
+    assert {c: bytes(v) for c, v in store.items()} == packed
+    store.put(0, packed[1])
+    assert bytes(store.get(0)) == packed[1]
+    store.close()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_tiny_budget_changes_nothing(prepared: Any) -> None:
+    p = prepared("fedu")
+
+    def finish(budget: int) -> bytes:
+        with InProcess(p.method, p.federation, p.setup, 2, BlobStore(budget)) as transport:
+            *_, last = p.server.run(p.federation, transport, p.server.init())
+            return bytes(pack(last.server))
+
+    assert finish(0) == finish(1 << 30)
+
+
+def test_cohorts() -> None:
+    clients = list(range(10))
+    one = draw_cohort(0, Exchange(round=3), clients, 0.35)
+    assert len(one) == 3
+    assert one == draw_cohort(0, Exchange(round=3, index=9), clients, 0.35)
+    assert any(draw_cohort(0, Exchange(round=r), clients, 0.35) != one for r in range(4, 9))
+    assert draw_cohort(0, Exchange(round=3, clients=(1, 2)), clients, 0.1) == [1, 2]
+    assert len(draw_cohort(0, Exchange(round=0), clients, 0.01)) == 1
+    assert len(draw_cohort(0, Exchange(round=0), clients, 0.7)) == 7  # not 6: 0.7·10 < 7 in floats
+    seen = {c for r in range(60) for c in draw_cohort(0, Exchange(round=r), clients, 0.2)}
+    assert seen == set(clients)
+
+
+def test_seeds_differ() -> None:
+    seeds = {seed_of(0, "client", c, e) for c in range(50) for e in range(50)}
+    assert len(seeds) == 2500
+    assert all(0 <= s < 2**63 for s in seeds)
+
+
+def test_impossible_settings(prepared: Any) -> None:
+    p = prepared("fedsimclr")
+    with pytest.raises(FurlongError, match="at least 1"):
+        InProcess(p.method, p.federation, p.setup, 0)
+
+
+def test_an_abandoned_exchange_leaves_nothing_behind(prepared: Any) -> None:
+    """Answers of an exchange that was given up must not reach the next one."""
+    p = prepared("fedu", clients=6)
+    first, second = p.server.exchanges()[:2]
+    downloads = dict.fromkeys(p.federation.clients, p.server.init())
+    with InProcess(p.method, p.federation, p.setup, 2) as transport:
+        given_up = transport.exchange(first, downloads)
+        next(given_up)
+        given_up.close()
+        replies = list(transport.exchange(second, downloads))
+    assert [client for client, _ in replies] == p.federation.clients
+    for client, reply in replies:
+        assert (reply.client, reply.exchange) == (client, second.index)
+
+
+def test_an_idle_worker_that_dies_is_replaced(prepared: Any) -> None:
+    p = prepared("fedsimclr")
+    with InProcess(p.method, p.federation, p.setup, 2) as transport:
+        os.kill(transport._pool[1].process.pid, signal.SIGKILL)
+        transport._pool[1].process.join()
+        result = p.server.step([0], transport, p.server.init(), p.server.exchanges()[0])
+        assert not result.failures
+        again = p.server.step([0, 1, 2], transport, result.server, p.server.exchanges()[1])
+    assert not again.failures
+
+
+def test_many_states_do_not_exhaust_descriptors() -> None:
+    store = BlobStore(budget=1 << 30)
+    store.most = 10
+    for k in range(40):
+        store.put(k, bytes(pack({"t": torch.tensor(k)})))
+    assert sum(blob.fd is not None for blob in store._blobs.values()) <= 10
+    assert len(list(store.items())) == 40
+    store.close()
+
+
+@dataclass(frozen=True)
+class Diverges(FedSimCLR):
+    """Loses its mind once."""
+
+    def local_update(self, state: Any, down: Any, ctx: ClientContext) -> Local[Any, Any]:
+        local = super().local_update(state, down, ctx)
+        if ctx.client == 1 and ctx.exchange.index == 0:
+            next(iter(local.upload.weights.values())).fill_(torch.nan)
+        return Local({"seen": torch.tensor(ctx.exchange.index)}, local.upload, local.metrics)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_diverged_client_keeps_its_old_state(prepared: Any, workers: int) -> None:
+    p = prepared("fedsimclr")
+    method = Diverges(projection_head=p.method.projection_head)
+    server = Server(method, p.setup)
+    with InProcess(method, p.federation, p.setup, workers) as transport:
+        one, two = list(server.run(p.federation, transport, server.init()))
+    assert [f.client for f in one.failures] == [1]
+    assert "diverged" in one.failures[0].reason
+    assert not two.failures
+
+
+# ---------------------------------------------------------------- deadline, fewest, isolation
+
+
+def gone(pid: int | None) -> bool:
+    """Whether a process has ended."""
+    assert pid is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_exchange_ends_by_its_deadline(prepared: Any, workers: int) -> None:
+    """Without the client that hangs; with one worker also without those that wait behind it."""
+    p = prepared("fedsimclr")
+    method = faulty(p, how="hang")
+    server = Server(method, p.setup)
+    before = len(os.listdir("/proc/self/fd"))
+    with InProcess(method, p.federation, p.setup, workers, deadline=2.0) as transport:
+        old = [w.process.pid for w in transport._pool]
+        assert len(old) == workers
+        results = list(server.run(p.federation, transport, server.init()))
+        new = [w.process.pid for w in transport._pool]
+    missed = [1, 2] if workers == 1 else [1]
+    for result in results:
+        assert result.seconds < 10
+        assert sorted(result.metrics) == [c for c in (0, 1, 2) if c not in missed]
+        assert [(f.client, f.kind) for f in result.failures] == [(c, "lost") for c in missed]
+        assert {f.reason for f in result.failures} == {"no answer within 2 s"}
+    assert len(new) == workers
+    assert not set(old) >= set(new)
+    assert all(map(gone, (*old, *new)))
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_who_answered_in_time_counts_even_if_nobody_looked(prepared: Any) -> None:
+    """An aggregation that takes longer than the deadline loses nobody who has answered."""
+    p = prepared("fedsimclr")
+    downloads = dict.fromkeys(p.federation.clients, p.server.init())
+    with InProcess(p.method, p.federation, p.setup, 3, deadline=3.0) as transport:
+        replies = transport.exchange(p.server.exchanges()[0], downloads)
+        found = [next(replies)]
+        time.sleep(3.1)
+        found += replies
+    assert [reply.client for _, reply in found] == [0, 1, 2]
+    assert all(not hasattr(reply, "reason") for _, reply in found)
+
+
+@pytest.mark.parametrize("how", [{"deadline": 60.0}, {"isolate": True}, {"deadline": 1e12}])
+@pytest.mark.parametrize("name", ["fedu", "fedema"])
+def test_a_process_of_its_own_gives_the_same_bits(
+    prepared: Any, name: str, how: dict[str, Any]
+) -> None:
+    p = prepared(name, clients=1)
+
+    def finish(**how: Any) -> tuple[bytes, dict[int, bytes]]:
+        with InProcess(p.method, p.federation, p.setup, **how) as transport:
+            assert len(transport._pool) == bool(how)
+            *_, last = p.server.run(p.federation, transport, p.server.init())
+            assert not last.failures
+            kept = {c: bytes(state) for c, state in transport.store.items()}
+        return bytes(pack(last.server)), kept
+
+    assert finish(**how) == finish()
+
+
+def test_a_late_client_keeps_its_old_state_and_comes_back(prepared: Any) -> None:
+    """The deadline is the caller's, exchange by exchange."""
+
+    @dataclass(frozen=True)
+    class Counts(FedSimCLR):
+        def local_update(self, state: Any, down: Any, ctx: ClientContext) -> Local[Any, Any]:
+            local = super().local_update(state, down, ctx)
+            if ctx.exchange.index == 1:
+                time.sleep(600)
+            count = 1 if state is None else int(state["n"]) + 1
+            return Local({"n": torch.tensor(count)}, local.upload, local.metrics)
+
+    p = prepared("fedsimclr", clients=1, rounds=3)
+    method = Counts(projection_head=p.method.projection_head)
+    server = Server(method, p.setup)
+    down = server.init()
+    with InProcess(method, p.federation, p.setup, isolate=True) as transport:
+
+        def ask(index: int, deadline: float) -> Any:
+            transport.deadline = deadline
+            [(client, reply)] = transport.exchange(server.exchanges()[index], {0: down})
+            assert client == 0
+            return reply
+
+        assert ask(0, 0.0).exchange == 0
+        assert ask(1, 0.5).reason == "no answer within 0.5 s"
+        assert ask(2, 60.0).exchange == 2
+        packed = transport.store.get(0)
+    assert int(unpack(packed).state["n"]) == 2
+
+
+def test_a_crash_of_an_isolated_client_is_a_failure(prepared: Any) -> None:
+    p = prepared("fedsimclr", clients=1)
+    method = faulty(p, how="die", whom=0)
+    exchange, down = p.server.exchanges()[0], p.server.init()
+    with InProcess(method, p.federation, p.setup, isolate=True) as transport:
+        for _ in range(2):
+            [(_, reply)] = transport.exchange(exchange, {0: down})
+            assert (reply.client, reply.kind) == (0, "lost")
+            assert "SIGKILL" in reply.reason
+
+
+def test_a_worker_that_died_while_idle_costs_nobody_an_answer(prepared: Any) -> None:
+    p = prepared("fedsimclr", clients=1)
+    with InProcess(p.method, p.federation, p.setup, isolate=True) as transport:
+        os.kill(transport._pool[0].process.pid, signal.SIGKILL)
+        time.sleep(0.2)
+        result = p.server.step([0], transport, p.server.init(), p.server.exchanges()[0])
+    assert not result.failures
+
+
+def test_what_cannot_be_kept_is_refused(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator nothing can stop a client."""
+    p = prepared("fedsimclr")
+    there = replace(p.setup, device=torch.device("cuda"))
+    with pytest.raises(FurlongError, match=r"run.deadline is 5.0, .*--device cuda.*--device cpu"):
+        InProcess(p.method, p.federation, there, deadline=5.0)
+    with pytest.raises(FurlongError, match="isolate is True"):
+        InProcess(p.method, p.federation, there, isolate=True)
+    InProcess(p.method, p.federation, there).close()
+    monkeypatch.setattr("furlong.engines.inprocess._FORK", False)
+    with InProcess(p.method, p.federation, p.setup, 2) as transport:
+        transport.deadline = 5.0
+        with pytest.raises(FurlongError, match=r"run.deadline is 5.0"):
+            next(iter(transport.exchange(p.server.exchanges()[0], {0: p.server.init()})))
+
+
+class OnDisk:
+    """The least that the engine needs of a store; a site's is like it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self, client: int) -> Path:
+        return self._folder / str(client)
+
+    def blob(self, client: int) -> Blob | None:
+        path = self._path(client)
+        return Blob(path.stat().st_size, path=path) if path.exists() else None
+
+    def get(self, client: int) -> Any | None:
+        path = self._path(client)
+        return path.read_bytes() if path.exists() else None
+
+    def put(self, client: int, packed: Any) -> None:
+        self._path(client).write_bytes(packed)
+
+    def keep(self, client: int, blob: Blob) -> None:
+        blob.spill(self._path(client))
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        for path in sorted(self._folder.iterdir()):
+            yield int(path.name), path.read_bytes()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_any_store_will_do(prepared: Any, tmp_path: Path, isolate: bool) -> None:
+    p = prepared("fedu")
+
+    def finish(store: States, **how: Any) -> tuple[bytes, dict[int, bytes]]:
+        with InProcess(p.method, p.federation, p.setup, store=store, **how) as transport:
+            *_, last = p.server.run(p.federation, transport, p.server.init())
+            kept = {c: bytes(state) for c, state in transport.store.items()}
+        return bytes(pack(last.server)), kept
+
+    usual = finish(BlobStore(1 << 30))
+    assert finish(OnDisk(tmp_path), isolate=isolate) == usual
+    assert sorted(usual[1]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("fewest", "stops"), [(0, False), (2, False), (3, True), (99, True)])
+def test_too_few_answers_stop_the_run(prepared: Any, fewest: int, stops: bool) -> None:
+    p = prepared("fedsimclr")
+    method = faulty(p)
+    server = Server(method, p.setup, min_clients=fewest)
+    with InProcess(method, p.federation, p.setup) as transport:
+        if not stops:
+            assert len(list(server.run(p.federation, transport, server.init()))) == 2
+            return
+        with pytest.raises(FurlongError) as error:
+            list(server.run(p.federation, transport, server.init()))
+    for part in (
+        "2 of 3 clients answered in exchange 1 (round 1)",
+        f"train.min_clients is {fewest}",
+        "client 1: ValueError: bad scanner",
+        "furlong resume RUN",
+    ):
+        assert part in str(error.value)
+
+
+def test_an_exchange_never_needs_more_than_it_asks(prepared: Any) -> None:
+    """A cohort of one, and the server alone, with a minimum of three."""
+    p = prepared("mfcl")
+    server = Server(p.method, p.setup, fraction=0.4, min_clients=3)
+    with InProcess(p.method, p.federation, p.setup) as transport:
+        results = list(server.run(p.federation, transport, server.init()))
+    assert {len(r.cohort) for r in results} >= {0, 1}
+    assert not [r for r in results if r.failures]
+
+
+def test_silence_of_all_stops_a_run_that_needs_somebody(prepared: Any) -> None:
+    p = prepared("fedsimclr")
+    method = faulty(p, how="hang", whom=-1)
+    server = Server(method, p.setup, min_clients=1)
+    with (
+        InProcess(method, p.federation, p.setup, 2, deadline=0.3) as transport,
+        pytest.raises(FurlongError, match=r"0 of 3 clients.*no answer within 0.3 s.*resume"),
+    ):
+        list(server.run(p.federation, transport, server.init()))
+
+
+def test_a_new_worker_holds_no_states(prepared: Any) -> None:
+    """They would stay in memory after the parent has replaced them."""
+    p = prepared("fedsimclr")
+    method = faulty(p, how="hang")
+    with InProcess(method, p.federation, p.setup, 2, deadline=0.5) as transport:
+        states = set()
+        for client in (0, 2):
+            transport.store.put(client, pack({"t": torch.zeros(1000)}))
+            blob = transport.store.blob(client)
+            assert blob is not None
+            states.add(os.stat(f"/proc/self/fd/{blob.fd}").st_ino)
+        old = {w.process.pid for w in transport._pool}
+        list(transport.exchange(p.server.exchanges()[0], {1: p.server.init()}))
+        [new] = {w.process.pid for w in transport._pool} - old
+        for _ in range(100):  # until it has begun
+            held = set(states)
+            with suppress(FileNotFoundError):  # it is just closing one
+                held &= {fd.stat().st_ino for fd in Path(f"/proc/{new}/fd").iterdir()}
+            if not held:
+                break
+            time.sleep(0.02)
+    assert not held

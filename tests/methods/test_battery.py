@@ -1,0 +1,234 @@
+"""One battery of contract tests over every registered method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from furlong.core.context import ClientContext, Exchange, Networks, Shard
+from furlong.core.exchange import Server, run_client
+from furlong.core.federation import Federation
+from furlong.core.method import Local
+from furlong.core.payload import flatten, pack, traffic, unpack
+from furlong.engines.inprocess import BlobStore, InProcess
+from furlong.methods import METHODS
+from furlong.methods.wrappers.alone import Alone
+from furlong.runs.prepare import Prepared
+
+pytestmark = pytest.mark.parametrize("name", METHODS)
+
+
+def finish(
+    p: Prepared, workers: int = 1, federation: Federation | None = None, **server: Any
+) -> tuple[bytes, dict[int, bytes]]:
+    """Final server and client states of a whole run, packed."""
+    federation = federation or p.federation
+    runner = Server(p.method, p.setup, p.server.public, **server)
+    with InProcess(p.method, federation, p.setup, workers) as transport:
+        state = runner.init()
+        for result in runner.run(federation, transport, state):
+            assert not result.failures
+            state = result.server
+        clients = {c: bytes(packed) for c, packed in transport.store.items()}
+    return bytes(pack(state)), clients
+
+
+def shard(p: Prepared, client: int) -> Shard:
+    """What an engine gives the client."""
+    return p.federation.shard(client, labels=p.method.needs_labels)
+
+
+def test_same_seed_same_bits_and_workers_agree(prepared: Any, name: str) -> None:
+    p = prepared(name)
+    once = finish(p)
+    assert finish(p) == once
+    assert finish(p, workers=2) == once
+    other = prepared(name, seed=1)
+    assert finish(other)[0] != once[0]
+
+
+def test_training_changes_every_parameter(prepared: Any, name: str) -> None:
+    p = prepared(name)
+    before, after = flatten(p.server.init())[0], flatten(unpack(finish(p)[0]))[0]
+    still = [n for n, t in before.items() if t.is_floating_point() and torch.equal(t, after[n])]
+    assert not [n for n in still if not n.startswith("alignment")]  # FedCA's model is a constant
+
+
+def test_inputs_are_not_mutated(prepared: Any, name: str) -> None:
+    p = prepared(name)
+    server = p.server.init()
+    exchange = p.server.exchanges()[0]
+    ctx = p.server.context(exchange)
+    down = p.method.download(server, 0, ctx)
+    before = pack(server), pack(down)
+    pixels = p.federation.images.pixels.clone()
+    store = BlobStore(1 << 30)
+    reports = []
+    for client in p.federation.clients:
+        local = ClientContext(p.setup, exchange, Networks(), client=client, data=shard(p, client))
+        reports.append(run_client(p.method, down, local, store))
+    uploads = [pack(r) for r in reports]
+    p.method.aggregate(server, reports, ctx)
+    p.method.encoder(server, ctx)(p.setup.augment.plain(pixels[:4]))
+    assert (pack(server), pack(down)) == before
+    assert [pack(r) for r in reports] == uploads
+    assert torch.equal(p.federation.images.pixels, pixels)
+    kept = store.get(0)
+    if kept is not None:
+        state = unpack(kept).state
+        again = pack(state)
+        local = ClientContext(
+            p.setup, p.server.exchanges()[1], Networks(), client=0, data=shard(p, 0)
+        )
+        with torch.random.fork_rng():
+            p.method.local_update(state, down, local)
+        assert pack(state) == again
+    store.close()
+
+
+def test_payloads_survive_packing(prepared: Any, name: str) -> None:
+    p = prepared(name)
+    server = p.server.init()
+    ctx = p.server.context(p.server.exchanges()[0])
+    values = (server, p.method.download(server, 1, ctx), p.method.expected(server, 1, ctx))
+    for value in values:
+        back = unpack(pack(value))
+        assert type(back) is type(value)
+        assert pack(back) == pack(value)
+        assert traffic(back) == traffic(value)
+
+
+def test_uploads_look_as_expected(prepared: Any, name: str) -> None:
+    """The promise on which the guard and ``furlong methods`` rest."""
+    p = prepared(name)
+    server = p.server.init()
+    exchange = p.server.exchanges()[0]
+    ctx = p.server.context(exchange)
+    local = ClientContext(p.setup, exchange, Networks(), client=0, data=shard(p, 0))
+    report = run_client(p.method, p.method.download(server, 0, ctx), local, BlobStore(1 << 30))
+    expected = p.method.expected(server, 0, ctx)
+    assert p.server.guard.check(report, expected, exchange, 0) is None
+    assert traffic(report.upload) == traffic(expected)
+
+
+def test_dropped_clients_and_empty_cohorts(prepared: Any, name: str) -> None:
+    p = prepared(name)
+    server = p.server.init()
+    ctx = p.server.context(p.server.exchanges()[0])
+    assert pack(p.method.aggregate(server, [], ctx)) == pack(server)
+
+    class Lossy(InProcess):
+        def exchange(self, exchange: Exchange, downloads: Any) -> Any:
+            for client, reply in super().exchange(exchange, downloads):
+                if client != 1:
+                    yield client, reply
+
+    with Lossy(p.method, p.federation, p.setup) as transport:
+        results = list(p.server.run(p.federation, transport, server))
+    for result in results:
+        if not result.cohort:  # the server's own work
+            continue
+        assert sorted(result.metrics) == [0, 2]
+        assert [(f.client, f.kind) for f in result.failures] == [(1, "lost")]
+        for metrics in result.metrics.values():  # an epoch; nothing that is only looked at
+            assert metrics["images"] == (24 if "loss" in metrics else 0)
+
+
+def test_partial_participation(prepared: Any, name: str) -> None:
+    p = prepared(name)
+    assert finish(p, fraction=0.4) == finish(p, workers=2, fraction=0.4)
+
+
+def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> None:
+    """Spec 2.16: M = 1 equals R local trainings with nothing in between; so does ``Alone``."""
+    p = prepared(name)
+    only = p.federation.only(1)
+    everybody = p.setup
+    p.server = replace(p.server, setup=replace(everybody, sizes=only.sizes))
+    federated, _ = finish(p, federation=only)
+    state = p.server.init()
+    store = BlobStore(1 << 30)
+    for exchange in p.server.exchanges():
+        ctx = p.server.context(exchange)
+        reports = []
+        if exchange.clients != ():  # else it is the server's own work
+            local = ClientContext(p.setup, exchange, Networks(), client=1, data=shard(p, 1))
+            reports = [run_client(p.method, p.method.download(state, 1, ctx), local, store)]
+        with p.server.computing(exchange.index):
+            state = p.method.aggregate(state, reports, ctx)
+        if reports and type(state) is type(
+            reports[0].upload
+        ):  # the mean of one is that one, exactly
+            assert pack(state) == pack(reports[0].upload)
+    store.close()
+    assert bytes(pack(state)) == federated
+    alone = Alone(p.method)
+    server = Server(alone, everybody, p.server.public, fraction=0.4)  # alone nobody is left out
+    with InProcess(alone, p.federation, everybody) as transport:
+        *_, last = server.run(p.federation, transport, server.init())
+    assert bytes(pack(last.server.states[1])) == federated
+
+
+def test_labels_are_absent(prepared: Any, name: str) -> None:
+    """Methods that do not declare labels run on unlabelled data and never see labels."""
+    p = prepared(name)
+    if p.method.needs_labels:
+        pytest.skip("declares that it needs labels")
+    with InProcess(p.method, p.federation, p.setup) as transport:
+        seen = []
+        original = p.method.local_update
+
+        def spy(state: Any, down: Any, ctx: ClientContext) -> Local[Any, Any]:
+            seen.append(ctx.data.images.labels)
+            return original(state, down, ctx)
+
+        object.__setattr__(p.method, "local_update", spy)
+        try:
+            *_, last = p.server.run(p.federation, transport, p.server.init())
+        finally:
+            object.__delattr__(p.method, "local_update")
+    assert seen
+    assert all(labels is None for labels in seen)
+    assert not last.failures
+
+
+def test_resume_from_any_exchange(prepared: Any, name: str) -> None:
+    p = prepared(name)
+    whole, whole_clients = finish(p)
+    first, *_ = p.server.exchanges()
+    with InProcess(p.method, p.federation, p.setup) as transport:
+        start = p.server.step(p.federation.clients, transport, p.server.init(), first)
+        server = unpack(pack(start.server))
+        clients = [(c, bytes(packed)) for c, packed in transport.store.items()]
+    with InProcess(p.method, p.federation, p.setup, workers=2) as transport:
+        for client, packed in clients:
+            transport.store.put(client, packed)
+        *_, last = p.server.run(p.federation, transport, server, first=1)
+        after = {c: bytes(packed) for c, packed in transport.store.items()}
+    assert bytes(pack(last.server)) == whole
+    assert after == whole_clients
+
+
+def test_encoder_takes_images_and_is_in_eval_mode(prepared: Any, name: str) -> None:
+    p = prepared(name)
+    encoder = p.method.encoder(p.server.init(), p.server.context(p.server.exchanges()[0]))
+    h = encoder(p.setup.augment.plain(p.train.pixels[:5]))
+    assert h.shape == (5, p.setup.width)
+    assert not encoder.training
+
+
+@pytest.mark.parametrize("policy", ["average", "local", "pooled", "recalibrate"])
+def test_every_batchnorm_policy(prepared: Any, name: str, policy: str) -> None:
+    p = prepared(name, **{"method.bn_stats": policy})
+    assert finish(p) == finish(p, workers=2)
+
+
+def test_persisted_optimiser(prepared: Any, name: str) -> None:
+    p = prepared(name, **{"optimiser.persist": True})
+    server, clients = finish(p)
+    assert finish(p, workers=2) == (server, clients)
+    assert server != finish(prepared(name))[0]
+    assert all(unpack(bytearray(packed)).moments for packed in clients.values())

@@ -1,0 +1,445 @@
+"""FCL (spec 2.10): the losses, the banks, what travels to whom, and the ablations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny
+from PIL import Image
+from torch import Tensor, nn
+
+from furlong.core.context import ClientContext, Exchange, Networks
+from furlong.core.exchange import Server, run_client
+from furlong.core.method import Report
+from furlong.core.payload import flatten, pack, traffic, unpack
+from furlong.engines.inprocess import BlobStore, InProcess
+from furlong.errors import FurlongError
+from furlong.methods import fcl
+from furlong.methods.bank import enqueue, new_bank
+from furlong.methods.fcl import FCL, Down, Up
+from furlong.nn.encoders import untracked
+from furlong.nn.losses import _matching_entropy, info_nce, neighbourhood_matching
+from furlong.runs.config import from_tree
+from furlong.runs.cost import predict
+from furlong.runs.prepare import Prepared, prepare
+from furlong.seeding import seeded, threads
+
+# ---------------------------------------------------------------- losses
+
+
+def reference(query: Tensor, bank: Tensor, neighbours: int, temperature: float) -> Tensor:
+    """The definition, B×N×(K−N+1)."""
+    logits = F.normalize(query, dim=1) @ F.normalize(bank, dim=1).T / temperature
+    total = []
+    for row in logits:
+        order = row.argsort(descending=True)
+        top, rest = row[order[:neighbours]], row[order[neighbours:]]
+        for j in range(neighbours):
+            log_p = torch.cat([top[j : j + 1], rest]).log_softmax(dim=0)
+            total.append(-(log_p.exp() * log_p).sum())
+    return torch.stack(total).mean()
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.1, 1.0])
+@pytest.mark.parametrize(("size", "neighbours"), [(2, 1), (12, 1), (12, 5), (12, 11), (64, 10)])
+def test_matching_equals_the_definition(size: int, neighbours: int, temperature: float) -> None:
+    torch.manual_seed(size)
+    query = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    bank = torch.randn(size, 6, dtype=torch.float64)
+    fast = neighbourhood_matching(query, bank, neighbours, temperature)
+    slow = reference(query, bank, neighbours, temperature)
+    torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-12)
+    (got,), (wanted,) = torch.autograd.grad(fast, query), torch.autograd.grad(slow, query)
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_matching_gradient_is_that_of_finite_differences() -> None:
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    bank = torch.randn(7, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda q: neighbourhood_matching(q, bank, 2, 0.3), query)
+
+
+def test_golden_values(golden: dict[str, Any]) -> None:
+    values = golden["losses"]
+    same = torch.ones(3, 8)
+    for size in (64, 4096):
+        got = neighbourhood_matching(same, torch.ones(size, 8), 10, 0.1).item()
+        assert got == pytest.approx(values[f"nm_all_equal_K{size}_N10"], abs=1e-5)
+        assert got == pytest.approx(math.log(size - 9), abs=1e-5)
+    query, bank = torch.eye(64)[:1], torch.eye(64)
+    assert neighbourhood_matching(query, bank, 1, 0.1).item() == pytest.approx(
+        values["nm_one_match_63_orthogonal_N1_tau0.1"], abs=1e-6
+    )
+    equal = info_nce(same, same, torch.ones(5 * 4096, 8), 0.1).item()
+    assert equal == pytest.approx(values["infonce_all_equal_5_banks_of_4096"], abs=1e-5)
+    one, other = torch.eye(2, dtype=torch.float64).split(1)
+    aligned = info_nce(one, one, other.expand(4096, 2), 0.1)
+    expected = values["infonce_aligned_K4096_orthogonal_negs_tau0.1"]
+    assert aligned.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_nearer_neighbour_is_never_less_certain() -> None:
+    """∂H/∂(the top logit) ≤ 0 in 2000 random cases."""
+    torch.manual_seed(0)
+    logits = (torch.randn(2000, 24, dtype=torch.float64) * 3).requires_grad_()
+    for neighbours in (1, 4):
+        (gradient,) = torch.autograd.grad(_matching_entropy(logits, neighbours), logits)
+        assert gradient.isfinite().all()
+        assert gradient.gather(1, logits.topk(neighbours).indices).max() <= 1e-12
+
+
+def test_matching_is_finite_reaches_only_the_query_and_refuses() -> None:
+    query = torch.randn(5, 6, requires_grad=True)
+    bank = torch.randn(20, 6, requires_grad=True)
+    for temperature in (1e-4, 1e-2, 10.0):
+        loss = neighbourhood_matching(query, bank, 3, temperature)
+        (gradient,) = torch.autograd.grad(loss, query, retain_graph=True)
+        assert loss.isfinite()
+        assert gradient.isfinite().all()
+        assert torch.autograd.grad(loss, bank, allow_unused=True) == (None,)
+    ties = neighbourhood_matching(torch.ones(2, 6).requires_grad_(), torch.ones(9, 6), 4, 0.1)
+    ties.backward()
+    for neighbours in (0, 20, 21):
+        with pytest.raises(ValueError, match="neighbours out of 20 rows"):
+            neighbourhood_matching(query, bank, neighbours, 0.1)
+
+
+# ---------------------------------------------------------------- the ring
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 10, 11, 25])
+def test_a_bank_holds_the_newest_rows_and_knows_its_oldest(batch: int) -> None:
+    bank, position, seen = torch.full((10, 1), -1.0), 0, [-1.0] * 10
+    for start in range(0, 6 * batch, batch):
+        rows = torch.arange(start, start + batch).float()
+        position = enqueue(bank, position, rows[:, None])
+        seen = (seen + rows.tolist())[-10:]
+        assert bank.roll(-position, 0)[:, 0].tolist() == seen  # first in, first out
+    if batch * 6 >= 10:  # after ⌈K/B⌉ steps no initial row survives
+        assert bank.min() >= 0
+    assert enqueue(bank, position, torch.empty(0, 1)) == position
+
+
+def test_initial_rows_have_unit_length() -> None:
+    torch.testing.assert_close(new_bank(50, 8).norm(dim=1), torch.ones(50))
+
+
+# ---------------------------------------------------------------- one client
+
+
+def local_context(p: Any, client: int = 0, exchange: int = 0) -> ClientContext:
+    at = p.server.exchanges()[exchange]
+    return ClientContext(p.setup, at, Networks(), client=client, data=p.federation.shard(client))
+
+
+def train(p: Any, down: Down, method: FCL | None = None, exchange: int = 0) -> Any:
+    method, ctx = method or p.method, local_context(p, exchange=exchange)
+    with threads(), seeded(p.setup.device, 0):
+        return method.local_update(method.init_client(ctx), down, ctx)
+
+
+def first_download(p: Any, rows: Tensor | None = None) -> Down:
+    down = p.method.download(p.server.init(), 0, p.server.context(p.server.exchanges()[0]))
+    return down if rows is None else replace(down, remote=rows)
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, p: Any, down: Down, **fields: Any) -> list[Any]:
+    """(negatives, matched bank or None) of every step of one client."""
+    seen: list[list[Any]] = []
+    contrast, matching = fcl.info_nce, fcl.neighbourhood_matching
+
+    def spy_contrast(q: Tensor, k: Tensor, negatives: Tensor, temperature: float) -> Tensor:
+        assert not k.requires_grad
+        seen.append([negatives.clone(), None])
+        return contrast(q, k, negatives, temperature)
+
+    def spy_matching(q: Tensor, bank: Tensor, neighbours: int, temperature: float) -> Tensor:
+        seen[-1][1] = bank.clone()
+        return matching(q, bank, neighbours, temperature)
+
+    monkeypatch.setattr(fcl, "info_nce", spy_contrast)
+    monkeypatch.setattr(fcl, "neighbourhood_matching", spy_matching)
+    train(p, down, replace(p.method, **fields))
+    return seen
+
+
+def test_union_and_remote_only(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = prepared("fcl")
+    width = p.method.width(local_context(p))
+    rows = new_bank(32, width)
+    union = spied(monkeypatch, p, first_download(p, rows))
+    assert [len(n) for n, _ in union] == [48] * 3
+    assert all(torch.equal(n[:32], rows) for n, _ in union)
+    first, second = union[0][0][32:], union[1][0][32:]
+    assert torch.equal(first[8:], second[8:])  # the oldest half gave way to the first batch
+    assert not (first[:8, None] == second[None, :8]).all(dim=2).any()
+    for negatives, sample in union:  # K distinct rows of the union
+        assert sample.shape == (16, width)
+        hits = (sample[:, None] == negatives[None]).all(dim=2)
+        assert (hits.sum(dim=1) == 1).all()
+        assert (hits.sum(dim=0) <= 1).all()
+    remote = spied(monkeypatch, p, first_download(p, rows), negatives="remote_only")
+    assert all(torch.equal(n, rows) for n, _ in remote)
+    assert all(len(s) == 16 for _, s in remote)
+
+
+def test_without_remote_rows_it_is_moco(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = prepared("fcl")
+    down = first_download(p)
+    assert down.remote.shape == (0, p.method.width(local_context(p)))
+    for negatives in ("union", "remote_only"):
+        seen = spied(monkeypatch, p, down, negatives=negatives)
+        assert [len(n) for n, _ in seen] == [16] * 3
+
+
+def test_ablations(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = prepared("fcl")
+    down = first_download(p, new_bank(32, p.method.width(local_context(p))))
+    encoded = []
+    monkeypatch.setattr(fcl, "instahide", lambda x, *_: encoded.append(len(x)) or x)
+    fused = spied(monkeypatch, p, down, matching=0.0)  # CL+FF
+    assert [s for _, s in fused] == [None] * 3
+    assert encoded == [8] * 3
+    encoded.clear()
+    lone = FCL(**{**vars(p.method), "fusion": False, "matching": 0.0})  # CL
+    local = train(p, first_download(p), lone)
+    assert not encoded
+    assert local.upload.features is None
+    assert local.state.encoded is None
+    assert lone.expected(p.server.init(), 0, p.server.context(Exchange(0))).features is None
+    plain = train(p, down, replace(p.method, encoding="none"))
+    assert not encoded
+    assert torch.equal(plain.upload.features, plain.state.local)
+    same = train(p, down)  # the "encoding" here changes nothing: batch statistics, same keys
+    assert torch.equal(same.state.encoded[:8], same.state.local[:8])
+    monkeypatch.undo()
+    default = train(p, down)
+    assert torch.equal(default.upload.features, default.state.encoded)
+    assert not torch.equal(default.state.encoded, default.state.local)
+    norms = default.upload.features.norm(dim=1)
+    torch.testing.assert_close(norms, torch.ones(16))
+    assert default.state.position == 24 % 16
+
+
+def test_encoded_images_leave_the_statistics_alone(
+    prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other images for the upload: nothing changes but the upload's features."""
+    p = prepared("fcl")
+    results = []
+    for scale in (1.0, 50.0):
+        monkeypatch.setattr(fcl, "instahide", lambda x, *_, s=scale: (s * x).flip(0).square())
+        results.append(train(p, first_download(p)))
+    a, b = results
+    assert not torch.equal(a.upload.features, b.upload.features)
+    for name in ("query", "key"):
+        ours, theirs = getattr(a.upload, name), getattr(b.upload, name)
+        assert all(torch.equal(t, theirs[n]) for n, t in ours.items())
+    tracked = [n for n in a.upload.key if n.endswith("num_batches_tracked")]
+    assert tracked
+    assert all(a.upload.key[n] == 3 for n in tracked)  # three steps, one counted pass in each
+
+
+def test_untracked_uses_the_batch() -> None:
+    norm = nn.BatchNorm2d(3)
+    x = 5 + 3 * torch.randn(8, 3, 4, 4)
+    with untracked(norm):
+        y = norm(x)
+    torch.testing.assert_close(y.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    assert torch.equal(norm.running_mean, torch.zeros(3))  # type: ignore[arg-type]
+    assert norm.num_batches_tracked == 0
+    norm(x)
+    assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize(("decay", "same"), [(1.0, "start"), (0.0, "query")])
+def test_the_key_network_follows(prepared: Any, decay: float, same: str) -> None:
+    p = prepared("fcl")
+    down = first_download(p)
+    up = train(p, down, replace(p.method, decay=decay)).upload
+    wanted = down.key if same == "start" else up.query
+    for name, tensor in up.key.items():
+        if not name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+            assert torch.equal(tensor, wanted[name])
+
+
+# ---------------------------------------------------------------- the server
+
+
+def report(p: Any, server: Any, client: int, value: float, examples: int = 24) -> Report[Up]:
+    shape = (p.method.bank, p.method.width(local_context(p)))
+    query = {n: t + value if t.is_floating_point() else t for n, t in server.query.items()}
+    key = {n: t - value if t.is_floating_point() else t for n, t in server.key.items()}
+    return Report(client, 0, examples, Up(query, key, torch.full(shape, value)), {})
+
+
+def at(p: Any, index: int) -> Any:
+    return p.server.context(Exchange(round=index, index=index))
+
+
+def test_a_client_never_gets_its_own_rows_and_both_networks_are_averaged(prepared: Any) -> None:
+    p = prepared("fcl")
+    start = p.server.init()
+    reports = [report(p, start, c, float(c), examples=8 * (c + 1)) for c in (0, 1, 2)]
+    server = p.method.aggregate(start, reports, at(p, 0))
+    moved = (0 * 1 + 1 * 2 + 2 * 3) / 6
+    name = "projector.0.weight"
+    torch.testing.assert_close(server.query[name], start.query[name] + moved)
+    torch.testing.assert_close(server.key[name], start.key[name] - moved)
+    for client in (0, 1, 2):
+        remote = p.method.download(server, client, at(p, 1)).remote
+        values = remote[:, 0].reshape(-1, 16).unique(dim=1)[:, 0].tolist()
+        assert values == [c for c in (0.0, 1.0, 2.0) if c != client]  # in client order
+    assert len(p.method.download(server, 7, at(p, 1)).remote) == 48  # has not taken part yet
+    assert pack(p.method.aggregate(server, [], at(p, 1))) == pack(server)
+    assert pack(unpack(pack(server))) == pack(server)
+
+
+def test_staleness(prepared: Any) -> None:
+    p = prepared("fcl")
+    start = p.server.init()
+    server = p.method.aggregate(start, [report(p, start, c, c + 1.0) for c in (0, 1, 2)], at(p, 0))
+    server = p.method.aggregate(server, [report(p, start, 1, 5.0)], at(p, 2))
+
+    def remote(limit: int, index: int) -> list[float]:
+        method = replace(p.method, max_staleness=limit)
+        return list(method.download(server, 0, at(p, index)).remote[::16, 0].tolist())
+
+    assert server.rounds == {0: 0, 1: 2, 2: 0}
+    assert remote(0, 99) == [5.0, 3.0]  # no limit: the newest of everybody
+    assert remote(3, 3) == [5.0, 3.0]
+    assert remote(2, 3) == [5.0]
+    assert remote(1, 3) == [5.0]
+    assert remote(1, 4) == []
+
+
+def test_partial_participation_and_predicted_traffic(prepared: Any) -> None:
+    p = prepared("fcl", rounds=3)
+    server = Server(p.method, p.setup, fraction=0.7)
+    with InProcess(p.method, p.federation, p.setup) as transport:
+        results = list(server.run(p.federation, transport, server.init()))
+    costs = list(predict(server))
+    assert [c.cohort for c in costs] == [r.cohort for r in results]
+    assert [c.down for c in costs] == [r.down for r in results]
+    assert [c.up.features for c in costs] == [r.up.features for r in results]
+    assert results[0].down.features == 0
+    assert costs[0].up.params == results[0].up.params
+
+
+def test_payload_of_the_paper() -> None:
+    """Spec 2.10: 23 518 592 values up, 25 091 456 down with five clients."""
+    from furlong.runs.cost import flows
+
+    flow = flows("fcl", "resnet18")["train, later"]
+    up, down = traffic(flow["up"]), traffic(flow["down"])
+    assert (up.params + up.features) // 4 == 23_518_592
+    assert (down.params + down.features) // 4 == 25_091_456
+    assert up.features == 4096 * 128 * 4
+
+
+# ---------------------------------------------------------------- public images
+
+
+@pytest.fixture(scope="module")
+def crossed(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """A run with --public, a folder of twenty images."""
+    folder = tmp_path_factory.mktemp("public")
+    for i, pixels in enumerate(torch.randint(256, (20, 24, 24, 3), dtype=torch.uint8)):
+        Image.fromarray(pixels.numpy()).save(folder / f"{i:02}.png")
+    options = {"method.encoding": "cross", "method.public_images": 12}
+    return prepare(tiny("fcl", rounds=3, **options, **{"data.public": f"folder:{folder}"}))
+
+
+def test_cross_end_to_end(crossed: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = crossed
+    assert p.method.needs_public
+    shapes = set()
+    real = fcl.instahide_cross
+
+    def spy(x: Tensor, public: Tensor, *limits: Any) -> Tensor:
+        shapes.add((x.shape, public.shape, limits))
+        return real(x, public, *limits)
+
+    monkeypatch.setattr(fcl, "instahide_cross", spy)
+    state = p.server.init()
+    assert state.public.shape == (12, 3, 16, 16)
+    assert state.public.dtype == torch.uint8
+    with InProcess(p.method, p.federation, p.setup) as transport:
+        results = list(p.server.run(p.federation, transport, state))
+        kept = unpack(transport.store.get(1)).state
+    assert not any(r.failures for r in results)
+    assert shapes == {((8, 3, 16, 16),) * 2 + ((6, 2, 0.3, 0.65),)}
+    assert torch.equal(kept.public, state.public)
+    last = results[-1].server
+    assert last.told == (0, 1, 2)
+    again = p.method.download(last, 0, at(p, 2))
+    assert again.public is None  # sent once
+    assert results[0].down.features == 3 * state.public.nbytes
+    assert [c.down for c in predict(p.server)] == [r.down for r in results]
+
+
+def test_cross_needs_public_images_and_keeps_them(crossed: Prepared) -> None:
+    with pytest.raises(FurlongError, match="needs public images"):
+        prepare(tiny("fcl", **{"method.encoding": "cross"}))
+    p = crossed
+    bare = Server(p.method, p.setup)
+    with pytest.raises(FurlongError, match="--public"):
+        bare.init()
+    down = replace(first_download(p), public=None)
+    with pytest.raises(FurlongError, match="sent only once"):
+        train(p, down)
+    assert not replace(p.method, fusion=False).needs_public
+
+
+def test_local_statistics_and_local_encoder(prepared: Any) -> None:
+    p = prepared("fcl", **{"method.bn_stats": "local"})
+    store = BlobStore(1 << 30)
+    server = p.server.init()
+    down = p.method.download(server, 0, at(p, 0))
+    answer = run_client(p.method, down, local_context(p), store)
+    kept = unpack(store.get(0)).stats
+    assert not any("running" in name for name in flatten(answer.upload)[0])
+    assert {name.split("/")[0] for name in kept} == {"query", "key"}
+    assert kept.keys() <= flatten(down)[0].keys()
+    assert p.method.local_encoder(answer.upload, at(p, 0)) is None
+    store.close()
+    q = prepared("fcl")
+    upload = train(q, first_download(q)).upload
+    encoder = q.method.local_encoder(upload, at(q, 0))
+    assert torch.equal(
+        next(iter(encoder.state_dict().values())),
+        upload.query["backbone." + next(iter(encoder.state_dict()))],
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bank", 0), ("decay", 1.5), ("temperature", 0), ("matching", -1), ("neighbours", 0),
+        ("neighbours", 4096), ("matching_temperature", "nan"), ("mix", 0), ("mix_cross", 2),
+        ("public_images", 0), ("max_staleness", -1),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_work_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(FurlongError, match=rf"method\.{field} is"):
+        from_tree({}, {"method": "fcl", f"method.{field}": value}, "test")
+
+
+def test_impossible_mixtures_are_refused() -> None:
+    with pytest.raises(FurlongError, match="hardly any 4 coefficients"):
+        FCL(max_coefficient=0.25)
+    with pytest.raises(FurlongError, match=r"2 make up at least 0\.99"):
+        FCL(encoding="cross", private_share=0.99)
+    FCL(bank=8, neighbours=10, matching=0.0)  # no matching: no neighbours
+
+
+def test_it_says_what_leaves_and_that_instahide_is_broken() -> None:
+    assert "every other client" in FCL.leaves
+    assert "2011.05315" in FCL.caution
+    assert "obfuscation" in FCL.caution

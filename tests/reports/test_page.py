@@ -1,0 +1,310 @@
+"""The page of a run, and its figures."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from furlong.errors import FurlongError
+from furlong.reports import figures, page
+from furlong.runs.config import from_tree
+from furlong.runs.folder import RunFolder
+
+HOSTILE = "<script>alert(1)</script>"
+CLASSES = [HOSTILE, "$x^", "ship & sail", "日本\n"]
+
+
+def make(
+    path: Path,
+    *,
+    clients: int = 3,
+    rounds: int = 4,
+    classes: list[str] | None = CLASSES,
+    finished: bool = True,
+    bound: str = "none",
+    done: int | None = None,
+) -> Path:
+    """A run folder as ``experiment`` writes it."""
+    folder = RunFolder.create(path)
+    given = {"clients": clients, "rounds": rounds, "bound": bound, "out": str(path)}
+    folder.write("config.toml", from_tree({}, given, "test").toml())
+    split: dict[str, Any] = {"partition": "classes:2", "clients": clients}
+    counts = [[(7 * c + k) % 1000 for k in range(len(classes or "x"))] for c in range(clients)]
+    split["sizes"] = [sum(row) for row in counts]
+    if classes is not None:
+        betas = {"beta_cib": 1.25, "beta_hetero_m2": 3.5, "beta_hetero_mm1": 4.75}
+        split |= {"classes": classes, "class_counts": counts, **betas}
+    folder.write("partition.json", split)
+    for number in range(rounds if done is None else done):
+        folder.append(line(number, clients, labelled=classes is not None))
+    if finished:
+        folder.write("summary.json", summary(clients, rounds, bound, labelled=classes is not None))
+    return path
+
+
+def line(number: int, clients: int, *, labelled: bool) -> dict[str, Any]:
+    """One exchange."""
+    up = {"params": 1_500_000, "buffers": 2_000, "features": 0, "scalars": 48}
+    refused = {"client": 1, "kind": "refused", "reason": f"not finite: {HOSTILE}"}
+    metrics = {"loss": 5.0 - number / 8, "divergence": 0.5, "images": 100.0}
+    return {
+        "exchange": number, "round": number, "kind": "train", "loss": 5.0 - number / 8,
+        "divergence": 0.5, "knn": 0.25 + number / 1000 if labelled and number % 2 else None,
+        "seconds": 1.5, "images_per_second": 200.0, "bytes_up": sum(up.values()),
+        "bytes_down": sum(up.values()), "up": up, "down": up,
+        "clients": {str(c): metrics for c in range(clients)},
+        "failures": [refused] if number in (1, 2) else [],
+    }  # fmt: skip
+
+
+def summary(clients: int, rounds: int, bound: str, *, labelled: bool) -> dict[str, Any]:
+    """What a finished run wrote last."""
+    who = {"none": "federated", "single": "alone", "pooled": "pooled"}[bound]
+    scores = {"random": (0.203, 0.301), who: (0.512, 0.634)}
+    if bound == "single":
+        scores |= {f"client {c} alone": (0.4 + c / 1000, 0.5) for c in range(clients)}
+    results = [
+        {"who": name, "protocol": protocol, "labels": 1.0, "accuracy": accuracy}
+        | ({"std": 0.0123} if name == "alone" else {})
+        for name, pair in scores.items()
+        for protocol, accuracy in zip(("knn", "linear"), pair, strict=True)
+    ]
+    return {
+        "who": who, "method": "fedu", "data": "shapes", "images": 100, "clients": clients,
+        "rounds": rounds, "seed": 0, "results": results if labelled else [], "seconds": 83.0,
+        "images_per_second": 1234.5, "bytes_up": 1, "bytes_down": 1, "failures": 2,
+        "weights_sha256": "ab" * 32, "furlong": "0.1.0",
+    }  # fmt: skip
+
+
+def page_of(path: Path) -> str:
+    """The page, with ordinary spaces."""
+    assert page.build(path) == path / "report.html"
+    return (path / "report.html").read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
+
+
+class Tags(HTMLParser):
+    """All tags with their attributes; every one that is opened must be closed."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def assert_self_contained(page: str) -> None:
+    without_names = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    for word in ("http://", "https://", "src=", "@import", "<link", "<iframe", "fetch("):
+        assert word not in without_names, word
+    assert "default-src 'none'" in page
+    assert all(ref.startswith("#") for ref in re.findall(r"url\(['\"]?(.)", page))
+    assert [tag for tag, _ in Tags(page).found].count("script") == 1  # sorting and the theme
+    for _, attributes in Tags(page).found:
+        assert not any(name.startswith("on") for name in attributes)
+        for name in ("href", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:image/png;base64,"))
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_finished_run(tmp_path: Path) -> None:
+    page = page_of(make(tmp_path / "run"))
+    assert_self_contained(page)
+    for text in (
+        "fedu <span>on</span> shapes", "3 clients · 4 rounds", "63.4 %", "51.2 %", "20.3 %",
+        "1.5 MB", "6 MB", "8 kB", "192 B", "β-CIB 1.2500", "3.5000 bits (divided by M²)",
+        "4.7500 bits (by M(M−1))", "1 min 23 s", "2 answers of 1 client", "2 of them refused",
+        "furlong.load_encoder", "furlong evaluate", "prefers-color-scheme: dark", "Last: 25.3 %",
+        "First: 5, last: 4.625",
+    ):  # fmt: skip
+        assert text in page, text
+    assert page.count("<svg") == 5  # loss, divergence, kNN, bytes, partition
+    assert "has not finished" not in page
+
+
+def test_hostile_names_are_only_text(tmp_path: Path) -> None:
+    page = page_of(make(tmp_path / "<img src=x onerror=alert(2)> 'run'"))
+    tags = Tags(page).found
+    assert [tag for tag, _ in tags if tag in ("script", "img")] == ["script"]  # the page's own
+    assert page.count("alert(1)") == page.count("&lt;script&gt;alert(1)")
+    assert not any(name.startswith("on") for _, attributes in tags for name in attributes)
+    assert "not finite: &lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "&lt;script&gt;alert(" in page  # the class, shortened, in the heat map
+
+
+def test_unfinished_run(tmp_path: Path) -> None:
+    page = page_of(make(tmp_path / "a run", finished=False, done=2))
+    assert_self_contained(page)
+    assert "has not finished" in page
+    assert "2 of 4 rounds" in page
+    assert f"furlong resume &#39;{tmp_path}/a run&#39;" in page
+    assert page.count("<svg") == 5
+    assert "load_encoder" not in page
+
+
+def test_run_before_its_first_round(tmp_path: Path) -> None:
+    page = page_of(make(tmp_path / "run", finished=False, done=0))
+    assert "0 of 4 rounds" in page
+    assert "No round is done yet" in page
+    assert "None: every client" in page
+
+
+def test_unlabelled_run(tmp_path: Path) -> None:
+    page = page_of(make(tmp_path / "run", classes=None))
+    assert_self_contained(page)
+    assert "the images have no labels" in page
+    assert "β-CIB" not in page
+    assert page.count("<svg") == 4  # no kNN
+
+
+def test_every_client_alone(tmp_path: Path) -> None:
+    page = page_of(make(tmp_path / "run", bound="single"))
+    assert_self_contained(page)
+    assert '63.4 % <span class="std">± 1.2</span>' in page
+    assert "3 clients, one by one" in page
+    assert page.index("<details><summary>3 clients") < page.index("client 2 alone")
+    assert "nobody sent anything" in page
+    assert page.count("<svg") == 4  # no bytes
+
+
+def test_losses_that_are_not_numbers(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False, done=2)
+    broken = line(2, 3, labelled=True) | {"loss": float("nan"), "knn": float("nan")}
+    RunFolder(path).append(broken)
+    assert "last: nan" in page_of(path)
+
+
+def test_same_files_same_bytes(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    first = page.build(path).read_bytes()
+    assert page.build(path).read_bytes() == first
+
+
+@pytest.mark.parametrize(("clients", "rounds", "n"), [(10, 100, 10), (1000, 3, 100)])
+def test_weight(tmp_path: Path, clients: int, rounds: int, n: int) -> None:
+    classes = [f"class {k}" for k in range(n)]
+    page = page_of(make(tmp_path / "run", clients=clients, rounds=rounds, classes=classes))
+    assert len(page) < 1_000_000
+
+
+def test_what_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(FurlongError, match="not a run folder"):
+        page.build(tmp_path)
+    (tmp_path / "config.toml").write_text("[data]\nname = 'shapes'\n")
+    with pytest.raises(FurlongError, match="not the configuration of a run"):
+        page.build(tmp_path)
+    (tmp_path / "config.toml").write_text("=")
+    with pytest.raises(FurlongError, match=r"cannot read .*config\.toml"):
+        page.build(tmp_path)
+
+
+# ---------------------------------------------------------------- figures
+
+
+ROWS = [("random", 0.3, None), ("alone", 0.5, 0.02), ("federated", 0.6, None), ("pooled", 0.7, 0.0)]
+
+
+def test_svg_follows_the_page() -> None:
+    drawn = figures.svg(figures.bars(ROWS, "Linear probe"))
+    assert drawn.startswith("<svg ")
+    assert drawn.endswith("</svg>")
+    assert "currentColor" in drawn
+    assert "#000000" not in drawn
+    assert "var(--blue, #0072b2)" in drawn
+    assert "50.0 % ± 2.0" in drawn
+    assert "width=" not in drawn[: drawn.index(">")]
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_saved_figures_are_reproducible(tmp_path: Path, suffix: str) -> None:
+    for name in ("a", "b"):
+        drawn = figures.heat_map([[5, 0], [1, 2000]], CLASSES[:2], "a title with $ and <b>")
+        figures.save(drawn, tmp_path / f"{name}{suffix}")
+    first, second = (tmp_path / f"{name}{suffix}" for name in ("a", "b"))
+    assert first.read_bytes() == second.read_bytes()
+    assert b"dc:date" not in first.read_bytes()
+
+
+def test_save_names_the_mistake(tmp_path: Path) -> None:
+    with pytest.raises(FurlongError, match=r"must end in \.svg or \.png"):
+        figures.save(figures.sizes([1, 2]), tmp_path / "a.gif")
+    with pytest.raises(FurlongError, match="cannot write"):
+        figures.save(figures.sizes([1, 2]), tmp_path / "none" / "a.svg")
+
+
+def test_numbers_only_where_they_can_be_read() -> None:
+    small = figures.svg(figures.heat_map([[12, 0], [0, 34]], ["a", "b"]))
+    assert ">12<" in small
+    assert ">34<" in small
+    large = figures.svg(figures.heat_map([[12] * 10] * 1000, [str(k) for k in range(10)]))
+    assert ">12</text>" not in large.replace(">12</text>", "", 1)  # at most the scale's label
+    assert len(large) < 100_000
+
+
+def test_many_clients_are_a_band() -> None:
+    each = [[(1.0, float(c)), (2.0, float(c))] for c in range(500)]
+    drawn = figures.svg(figures.curves({"mean": [(1, 2.0), (2, 1.0)]}, "loss", each=each))
+    assert "middle 80 % of the clients" in drawn
+    assert len(drawn) < 30_000
+
+
+# ---------------------------------------------------------------- what is measured, what is damaged
+
+
+def test_every_column_says_what_was_done(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    semi = {"protocol": "semi-10", "labels": 0.1, "accuracy": 0.5}
+    rows = [
+        {"who": "federated", **semi},
+        {"who": "federated, exchange 2 of 4", **semi},
+        {"who": "federated", "protocol": "knn", "accuracy": 0.9, "settings": {"k": 1, "seed": 0}},
+        {"who": "federated", "protocol": "quality", "labels": 0.0, "uniformity": -2.0},
+    ]
+    page = page_of(path)
+    frozen = "the encoder is frozen, a classifier works on what it gives"
+    assert f"kNN; linear probe: {frozen}" in page
+    assert "trained further" not in page
+    RunFolder(path).write("evaluations.json", rows)
+    page = page_of(path)
+    assert f"kNN; linear probe; kNN, k=1: {frozen}" in page
+    assert "Tuned in one place, 10 % of the labels: the encoder itself is trained further" in page
+    assert "A row that names an exchange is of a checkpoint" in page
+    assert "after the last round" not in page
+    assert "51.2 %" in page  # kNN with the run's k is still there
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("summary.json", '{"results": []}', "who is missing"),
+        ("metrics.jsonl", '{"exchange": 0}\n', "line 1, does not hold .* round is missing"),
+        ("tsne.json", "{}", "points is missing"),
+        ("tsne.json", '{"points": [1, 2, 3], "clients": [0], "classes": []}', "--tsne"),
+        ("partition.json", "{}", "partition is missing"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, file: str, text: str, said: str) -> None:
+    path = make(tmp_path / "run")
+    (path / file).write_text(text)
+    with pytest.raises(FurlongError, match=said):
+        page.build(path)

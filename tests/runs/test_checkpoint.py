@@ -1,0 +1,278 @@
+"""Checkpoints are whole or absent; a damaged one is passed over; a killed run resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny
+
+from furlong.core.payload import pack, unpack
+from furlong.errors import FurlongError
+from furlong.methods.base import Model
+from furlong.runs import checkpoint, loop
+from furlong.runs.folder import RunFolder
+
+
+def server(value: float) -> Model:
+    return Model({"w": torch.full((100,), value)})
+
+
+def states() -> list[tuple[int, bytes]]:
+    return [(k, bytes(pack({"t": torch.tensor(k)}))) for k in range(3)]
+
+
+def save(run: Path, done: int) -> None:
+    checkpoint.save(run, done, server(done), states(), {"seconds": 1.5})
+
+
+def test_round_trip_and_pruning(tmp_path: Path) -> None:
+    assert checkpoint.load(tmp_path) is None
+    for done in (1, 2, 3):
+        save(tmp_path, done)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["000002", "000003"]
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    assert (found.done, found.counters, found.notes) == (3, {"seconds": 1.5}, [])
+    assert found.server.weights["w"][0] == 3
+    assert unpack(found.clients[1])["t"] == 1
+
+
+def test_every_damage_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    newest = tmp_path / "checkpoints" / "000002"
+    backup = tmp_path / "backup"
+    shutil.copytree(newest, backup)
+    chance = random.Random(0)
+    for path in sorted(backup.iterdir()):
+        whole = path.read_bytes()
+        for how in ("cut", "flip", "gone", "empty", "flip", "flip"):
+            shutil.rmtree(newest)
+            shutil.copytree(backup, newest)
+            place = newest / path.name
+            if how == "gone":
+                place.unlink()
+            elif how == "flip":
+                at = chance.randrange(len(whole))
+                place.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+            else:
+                place.write_bytes(whole[: len(whole) // 2] if how == "cut" else b"")
+            found = checkpoint.load(tmp_path)
+            assert found is not None
+            assert found.done == 1, (path.name, how)
+            assert "000002 is damaged" in found.notes[0]
+    shutil.rmtree(tmp_path / "checkpoints" / "000001")
+    with pytest.raises(FurlongError, match="no checkpoint"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
+    save(tmp_path, 1)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FurlongError, match=r"No space left on device.*furlong resume"):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    assert found.done == 1
+    assert not list((tmp_path / "checkpoints").glob(".draft*"))
+
+
+def test_resume_after_every_round(tmp_path: Path) -> None:
+    """Stop a run after each exchange in turn: the same bits, metrics without gaps or repeats."""
+    whole = loop.run(tiny("fedu", rounds=3, out=str(tmp_path / "whole")))
+    for stop in (1, 2):
+        out = tmp_path / f"stopped-{stop}"
+
+        class Stopped(Exception):
+            pass
+
+        def show(status: loop.Status, stop: int = stop) -> None:
+            if status.done == stop:
+                raise Stopped
+
+        with pytest.raises(Stopped):
+            loop.run(tiny("fedu", rounds=3, out=str(out)), show)
+        # as if the run had been killed between the log line and the checkpoint
+        RunFolder(out).append({"exchange": stop, "round": stop, "half": "done"})
+        said: list[str] = []
+        again = loop.resume(out, {"workers": 2}, say=said.append)
+        assert f"going on after exchange {stop}" in said
+        assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+        lines = RunFolder(out).lines()
+        assert [line["exchange"] for line in lines] == [0, 1, 2]
+        strip = ("seconds", "images_per_second")
+        for ours, theirs in zip(lines, RunFolder(whole.folder).lines(), strict=True):
+            assert {k: v for k, v in ours.items() if k not in strip} == {
+                k: v for k, v in theirs.items() if k not in strip
+            }
+        assert again.summary["bytes_up"] == whole.summary["bytes_up"]
+
+
+@pytest.mark.parametrize("method", ["fedca", "fcl", "mfcl"])
+@pytest.mark.parametrize("refresh", ["once", "per_epoch"])
+def test_resume_of_methods_with_more_to_keep(tmp_path: Path, method: str, refresh: str) -> None:
+    """Banks, dictionaries, alignment targets, representations on disk; after any exchange."""
+    options: dict[str, Any] = {"evaluate.probe": "none"}
+    if method == "mfcl":
+        options |= {"method.refresh": refresh, "method.upload_mb": 2}
+    elif refresh == "per_epoch":
+        pytest.skip("only MFCL")
+    whole = loop.run(tiny(method, out=str(tmp_path / "whole"), **options))
+    total = len(RunFolder(whole.folder).lines())
+    for stop in range(1, total):
+        out = tmp_path / f"stopped-{stop}"
+
+        def show(status: loop.Status, stop: int = stop) -> None:
+            if status.done == stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(tiny(method, out=str(out), **options), show)
+        again = loop.resume(out)
+        assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+        assert [line["exchange"] for line in RunFolder(out).lines()] == list(range(total))
+        assert not (out / "server").exists()
+
+
+def test_checkpoints_are_between_rounds(tmp_path: Path) -> None:
+    """MFCL's third round has two exchanges, the fourth one."""
+    run = loop.run(tiny("mfcl", out=str(tmp_path / "run")))
+    assert sorted(p.name for p in (run.folder / "checkpoints").iterdir()) == ["000004", "000005"]
+
+
+def test_resume_says_when_it_goes_back(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    whole = loop.run(tiny("fedema", rounds=3, out=str(out)))
+    (out / "summary.json").unlink()
+    with (out / "checkpoints" / "000003" / "server.safetensors").open("r+b") as file:
+        file.seek(500)
+        file.write(b"damage")
+    said: list[str] = []
+    again = loop.resume(out, say=said.append)
+    assert any("000003 is damaged" in line for line in said)
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    loop.resume(out, say=said.append)
+    assert "has finished" in said[-1]
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{}", "[" * 100_000, '{"files": {"../x": {}}}', "\0"])
+def test_a_strange_manifest_is_damage(tmp_path: Path, manifest: str) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "checkpoints" / "000002" / "manifest.json").write_text(manifest)
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    assert found.done == 1
+    save(tmp_path, 2)
+    again = checkpoint.load(tmp_path)
+    assert again is not None
+    assert again.done == 2
+
+
+def test_resume_refuses_other_images(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    loop.run(tiny("fedsimclr", out=str(out)))
+    (out / "summary.json").unlink()
+    config = (out / "config.toml").read_text()
+    (out / "config.toml").write_text(config.replace("images = 72", "images = 66"))
+    with pytest.raises(FurlongError, match="not those that"):
+        loop.resume(out)
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
+    def other() -> None:
+        try:
+            with RunFolder(tmp_path / "run").locked():
+                os._exit(0)
+        except FurlongError as error:
+            os._exit(7 if "another process" in str(error) else 1)
+
+    with RunFolder.create(tmp_path / "run").locked():
+        process = get_context("fork").Process(target=other)
+        process.start()
+        process.join()
+        assert process.exitcode == 7
+    process = get_context("fork").Process(target=other)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "furlong.cli", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, (process.stderr.read() if process.stderr else b"").decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_kill_9_then_resume(tmp_path: Path) -> None:
+    """SIGKILL at two moments, one of them while a checkpoint is being written if it can be met."""
+    settings = [
+        "--method",
+        "fedu",
+        "--data.images",
+        "72",
+        "--data.test-images",
+        "40",
+        "--data.image-size",
+        "16",
+        "--partition",
+        "iid",
+        "--clients",
+        "3",
+        "--rounds",
+        "6",
+        "--batch-size",
+        "8",
+        "--workers",
+        "2",
+    ]
+    out = tmp_path / "killed"
+    checkpoints = out / "checkpoints"
+    process = start(["run", *settings, "--out", str(out)])
+    wait_for(lambda: (checkpoints / "000002").exists(), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if process.stderr:
+        process.stderr.close()
+    process = start(["resume", str(out)])
+    wait_for(
+        lambda: bool(list(checkpoints.glob(".draft-*"))) or (out / "summary.json").exists(), process
+    )
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if process.stderr:
+        process.stderr.close()
+    resumed = loop.resume(out)
+    options = dict(zip((s.removeprefix("--") for s in settings[::2]), settings[1::2], strict=True))
+    options["workers"] = "1"
+    whole = loop.run(tiny(**options, out=str(tmp_path / "whole")))
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert json.loads((out / "summary.json").read_text())["rounds"] == 6
