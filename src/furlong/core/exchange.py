@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from furlong.core.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
 from furlong.core.federation import Federation
@@ -249,6 +249,10 @@ class Server(Generic[S, D, U]):
             ctx.metrics,
             time.perf_counter() - began,
         )
+
+
+AnyServer: TypeAlias = Server[Any, Any, Any]
+"""A server of which only the contract is known."""
 
 
 class Downloads(Mapping[int, D], Generic[S, D]):

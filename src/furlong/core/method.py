@@ -26,7 +26,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -125,3 +125,7 @@ class Method(ABC, Generic[S, C, D, U]):
         For predicting traffic without training. By default an exchange changes no size.
         """
         return self.init_server(ctx) if server is None else server
+
+
+AnyMethod: TypeAlias = Method[Any, Any, Any, Any]
+"""A method of which only the contract is known."""

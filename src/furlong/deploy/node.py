@@ -23,7 +23,7 @@ import torch
 
 import furlong
 from furlong.core.context import Exchange
-from furlong.core.exchange import Failure, Server
+from furlong.core.exchange import AnyServer, Failure, Server
 from furlong.core.payload import (
     PayloadError,
     pack_tensors,
@@ -124,7 +124,7 @@ class Site:
             self.say(skipped(found))
         return len(found)
 
-    def predicted(self, settings: Config) -> Server[Any, Any, Any]:
+    def predicted(self, settings: Config) -> AnyServer:
         """The server of a run whose sites are all like this one, to predict what is sent."""
         own = None if self.own is None else _loaded(self.own, own_size(settings))
         count = settings.data.clients or 2

@@ -34,7 +34,7 @@ import torch
 from furlong.core.context import ClientContext, Exchange, Networks, Setup
 from furlong.core.exchange import ClientStore, Failure, run_client
 from furlong.core.federation import Federation
-from furlong.core.method import Method, Report
+from furlong.core.method import AnyMethod, Report
 from furlong.core.payload import PayloadError, pack, unpack
 from furlong.errors import FurlongError
 
@@ -230,7 +230,7 @@ class InProcess:
     ``deadline``: seconds for an exchange, 0 for none; it may be changed between exchanges.
     """
 
-    method: Method[Any, Any, Any, Any]
+    method: AnyMethod
     federation: Federation
     setup: Setup
     workers: int = 1

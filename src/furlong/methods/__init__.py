@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from furlong.core.method import Method
+from furlong.core.method import AnyMethod
 from furlong.methods.fcl import FCL
 from furlong.methods.fedae import FedAE
 from furlong.methods.fedavg import FedAvg
@@ -35,7 +35,7 @@ from furlong.methods.orchestra import Orchestra
 class Row:
     """A named method: its class and the fields that the name stands for."""
 
-    cls: type[Method[Any, Any, Any, Any]]
+    cls: type[AnyMethod]
     family: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""  # if the name has another paper than the class

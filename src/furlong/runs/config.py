@@ -14,7 +14,7 @@ import tomli_w
 
 from furlong.core.aggregation import ServerSettings
 from furlong.core.context import OptimiserSettings
-from furlong.core.method import Method
+from furlong.core.method import AnyMethod, Method
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.linear import RECIPES
 from furlong.methods import METHODS, Row
@@ -121,7 +121,7 @@ class Config:
     run: RunSettings = RunSettings()
     flower: FlowerSettings = FlowerSettings()
 
-    def make_method(self) -> Method[Any, Any, Any, Any]:
+    def make_method(self) -> AnyMethod:
         """The method with its fields."""
         given = {k: v for k, v in self.method.items() if k != "name"}
         row = method_row(self.method["name"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.core.context import Exchange
-from furlong.core.exchange import Server, draw_cohort, expected_upload
+from furlong.core.exchange import AnyServer, draw_cohort, expected_upload
 from furlong.core.payload import Traffic, traffic
 from furlong.runs.config import from_tree
 from furlong.runs.prepare import without_data
@@ -28,7 +28,7 @@ class Cost:
     up: Traffic
 
 
-def predict(server: Server[Any, Any, Any], only: int | None = None) -> Iterator[Cost]:
+def predict(server: AnyServer, only: int | None = None) -> Iterator[Cost]:
     """The cost of every exchange of a run, for all clients or ``only`` one."""
     method, setup = server.method, server.setup
     with server.computing("init"):
@@ -56,7 +56,7 @@ def flows(
     return sent_by(without_data(settings, dict.fromkeys(range(5), 1000), channels, image_size))
 
 
-def sent_by(server: Server[Any, Any, Any]) -> dict[str, dict[str, Any]]:
+def sent_by(server: AnyServer) -> dict[str, dict[str, Any]]:
     """What goes down to and up from the first client of a run, as :func:`flows` gives it."""
     made, first = server.method, min(server.setup.sizes)
     found: dict[str, dict[str, Any]] = {}

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from furlong.core.context import Exchange, Setup, Shard
-from furlong.core.exchange import Server, cohort_size
+from furlong.core.exchange import AnyServer, Server, cohort_size
 from furlong.core.federation import Federation
 from furlong.core.guard import Guard
-from furlong.core.method import Method
+from furlong.core.method import AnyMethod
 from furlong.core.weights import recalibrate
 from furlong.data import images as data
 from furlong.data.augment import preset
@@ -40,12 +40,12 @@ class Prepared:
     """Everything a run needs, before anything has been trained."""
 
     config: Config
-    method: Method[Any, Any, Any, Any]
+    method: AnyMethod
     train: ImageSet
     test: ImageSet | None
     split: Partition
     federation: Federation
-    server: Server[Any, Any, Any]
+    server: AnyServer
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -210,7 +210,7 @@ def client_count(settings: Config) -> int | None:
     return 5 if d.clients is None and not by_itself else d.clients
 
 
-def augmentation(settings: Config, method: Method[Any, Any, Any, Any]) -> str:
+def augmentation(settings: Config, method: AnyMethod) -> str:
     """The preset of views: as given, else the method's usual one."""
     name = settings.data.augment
     if name == "auto":
@@ -275,7 +275,7 @@ def load_public(settings: Config, train: ImageSet) -> Shard:
     return Shard(shown.unlabelled(), torch.arange(len(shown)))
 
 
-def _architecture(settings: Config, method: Method[Any, Any, Any, Any]) -> str:
+def _architecture(settings: Config, method: AnyMethod) -> str:
     """The full name of the encoder: ``resnet18+pn``, ``rep32_pn+resnet18``."""
     name, norm = settings.model.encoder, settings.model.early_norm
     if norm == "pn" and not method.pairs_views:
@@ -286,9 +286,7 @@ def _architecture(settings: Config, method: Method[Any, Any, Any, Any]) -> str:
     return method.architecture(name if norm == "bn" else f"{name}+{norm}")
 
 
-def _ruled(
-    method: Method[Any, Any, Any, Any], settings: Config, clients: int
-) -> Method[Any, Any, Any, Any]:
+def _ruled(method: AnyMethod, settings: Config, clients: int) -> AnyMethod:
     """The method under the server's rule, if a round has clients enough for it."""
     if settings.server.rule == "mean":
         return method
@@ -296,7 +294,7 @@ def _ruled(
     return Ruled(method, settings.server)
 
 
-def _setup(settings: Config, method: Method[Any, Any, Any, Any], federation: Federation) -> Setup:
+def _setup(settings: Config, method: AnyMethod, federation: Federation) -> Setup:
     """What every party knows, alike at the server and at a client."""
     images, train = federation.images, settings.train
     height = images.size[0]
@@ -322,9 +320,7 @@ def _setup(settings: Config, method: Method[Any, Any, Any, Any], federation: Fed
     )
 
 
-def _parties(
-    settings: Config, train: ImageSet, split: Partition
-) -> tuple[Method[Any, Any, Any, Any], Federation]:
+def _parties(settings: Config, train: ImageSet, split: Partition) -> tuple[AnyMethod, Federation]:
     """The method, as bounds and server rules wrap it, and who holds which images."""
     height, width = train.size
     if height != width:
@@ -476,7 +472,7 @@ def told(settings: Config, *, paths: bool = False) -> dict[str, Any]:
 class Participant:
     """A run as one of its clients knows it."""
 
-    method: Method[Any, Any, Any, Any]
+    method: AnyMethod
     federation: Federation
     setup: Setup
     mark: str  # a digest of images and split, to be compared with the server's
@@ -533,7 +529,7 @@ def describe_partition(train: ImageSet, split: Partition) -> dict[str, Any]:
 
 def without_data(
     settings: Config, sizes: dict[int, int], channels: int = 3, image_size: int = 32
-) -> Server[Any, Any, Any]:
+) -> AnyServer:
     """The server of a run whose clients hold ``sizes`` images, for predicting what is sent."""
     none = torch.empty(0, channels, image_size, image_size, dtype=torch.uint8)
     images = ImageSet(none, classes=tuple("0123456789"))

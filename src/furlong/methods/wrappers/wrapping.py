@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from furlong.core.context import ClientContext, Context, Exchange, ServerContext, Setup
-from furlong.core.method import Local, Method
+from furlong.core.method import AnyMethod, Local, Method
 
 S = TypeVar("S")
 X = TypeVar("X", bound=Context)
@@ -25,7 +25,7 @@ def _inner(name: str) -> Any:
 class Wrapping(Method[S, Any, Any, Any]):
     """``inner``, seen through :meth:`state_of` and :meth:`seen_by`."""
 
-    inner: Method[Any, Any, Any, Any]
+    inner: AnyMethod
 
     needs_labels = _inner("needs_labels")
     needs_public = _inner("needs_public")
