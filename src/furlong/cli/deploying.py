@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from furlong.cli.common import app, console, err
+from furlong.cli.common import console, err
 from furlong.errors import FurlongError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 LOOK_EVERY = 2.0  # seconds between looks at who may take part
 
 
-@app.command
 def certs(
     folder: Annotated[Path, Parameter(name="DIR")],
     /,
@@ -119,7 +118,6 @@ def _after_certs(folder: Path, nodes: list[str], made: bool) -> None:
     _say(f"  furlong superlink --certs {shlex.quote(str(folder / 'server'))}")
 
 
-@app.command
 def superlink(
     *,
     certs: Path | None = None,

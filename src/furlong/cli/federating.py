@@ -11,12 +11,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import Popen
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.table import Table
 
-from furlong.cli.common import app, console, dotted, err
+from furlong.cli.common import console, err
+from furlong.cli.options import with_settings
 from furlong.core.payload import by_field
 from furlong.errors import FurlongError
 from furlong.runs import config
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from furlong.deploy.node import Site
 
 
-@app.command
 def node(
     *,
     superlink: str | None = None,
@@ -244,11 +244,13 @@ def _dry_run(site: Site) -> None:
     )
 
 
-@app.command(name="flower-app")
+@with_settings(lambda name, _: not name.startswith("flower."))
 def flower_app(
     folder: Annotated[Path, Parameter(name="DIR")],
-    config_file: Annotated[Path | None, Parameter(name="CONFIG")] = None,
+    config_file: Annotated[str | None, Parameter(name="CONFIG")] = None,
     /,
+    *,
+    settings: dict[str, Any],
 ) -> None:
     """Write a Flower app for ``flwr run``, for people who operate a federation already.
 
@@ -259,14 +261,14 @@ def flower_app(
     folder
         A new folder for the app.
     config_file
-        A TOML file; ``--section.key`` options override it.
+        A TOML file; options override it.
     """
     from furlong.deploy.session import engine
 
-    settings = config.load(config_file, dict(dotted))
+    resolved = config.load(config_file, settings)
     if folder.exists() and any(folder.iterdir()):
         raise FurlongError(f"{folder} is not empty: choose another folder.")
-    text = engine().bundle({k: v for k, v in asdict(settings).items() if k != "flower"})
+    text = engine().bundle({k: v for k, v in asdict(resolved).items() if k != "flower"})
     with suppress(FileExistsError):
         folder.mkdir(parents=True)
     (folder / "pyproject.toml").write_text(text)

@@ -28,6 +28,7 @@ from furlong.runs.folder import RunFolder
 from furlong.runs.prepare import absolute, augmentation, client_count, load_data, split_data
 from furlong.words import duration
 
+PER_CELL = ("method.name", "run.out", "run.bound")  # settings that a grid chooses
 BOUNDS = ("single", "pooled")
 ERROR = "error.txt"
 
@@ -65,7 +66,7 @@ class Outcome:
 
 
 def grid(
-    files: Sequence[Path],
+    files: Sequence[str | Path],
     methods: Sequence[str],
     seeds: int,
     out: Path,
@@ -78,9 +79,9 @@ def grid(
     """
     if seeds < 1:
         raise FurlongError(f"--seeds is {seeds}; it must be at least 1")
-    for taken in ("method", "method.name", "seed", "out", "run.out", "bound", "run.bound"):
-        if taken in options:
-            raise FurlongError(f"--{taken} cannot be given to compare: it differs between cells.")
+    for option in options:
+        if config.full_name(option) in PER_CELL:
+            raise FurlongError(f"--{option} cannot be given to compare: it differs between cells.")
     cells = []
     for name, (tree, tables) in _read(files).items():
         where = name if files else "options"
@@ -106,11 +107,12 @@ def _own(tree: Mapping[str, Any]) -> str:
     return name if bound == "none" else f"{name}@{bound}"
 
 
-def _read(files: Sequence[Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def _read(files: Sequence[str | Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Name -> the file's tables, and its [methods.NAME] apart."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    stems = [path.stem for path in files]
-    for path in files:
+    paths = [Path(file) for file in files]
+    stems = [path.stem for path in paths]
+    for path in paths:
         name = path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}"
         if name in found:
             raise FurlongError(f"two configurations are called {name}: rename {path}.")

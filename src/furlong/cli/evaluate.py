@@ -1,4 +1,4 @@
-"""The command that measures what a run has learnt: evaluate."""
+"""furlong evaluate."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from cyclopts import Parameter
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from furlong.cli.common import app, console, dotted, err
+from furlong.cli.common import console, err
+from furlong.cli.options import in_sections, with_settings
 from furlong.runs import measure
 
 
-@app.command
+@with_settings(in_sections("data", "evaluate", "run"))
 def evaluate(
     place: Path,
     /,
     *,
     protocols: str | None = None,
-    data: str | None = None,
     random: bool = False,
     as_json: Annotated[bool, Parameter("--json")] = False,
+    settings: dict[str, Any],
 ) -> None:
     """Measure an encoder: of a finished run, of a run's last checkpoint, or of an exported file.
 
     Protocols: knn, linear, linear-crops (new crops every epoch), semi-P (fine-tuning with P percent
     of the labels in one place), federated-P (with the labels staying on the clients),
     transfer:NAME (fine-tuning on another data set), quality (needs no labels). Options follow
-    behind colons: semi-10:epochs=5:recipe=fcl. docs/evaluate.md says which answers what.
+    behind colons: semi-10:epochs=5:recipe=fcl. docs/evaluate.md says which answers what. Settings
+    that are not given are the run's own; --data names another data set to measure on.
 
     Parameters
     ----------
@@ -37,16 +39,12 @@ def evaluate(
         The run's folder, or an encoder that 'furlong export --to safetensors' wrote.
     protocols
         Separated by commas (default: knn,linear).
-    data
-        Another data set to measure on (default: the run's own).
     random
         Also measure the encoder before training (of an exported file: any random encoder of the
         same kind). Transfer and federated do so anyway.
     as_json
         Print JSON.
     """
-    overrides = ({"data": data} if data else {}) | dotted
-    settings = measure.settings_of(place, overrides)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task = progress.add_task("measuring", total=None)
@@ -56,7 +54,7 @@ def evaluate(
 
         rows = measure.evaluate(
             place,
-            settings,
+            measure.settings_of(place, settings),
             protocols,
             random=random,
             tell=tell,

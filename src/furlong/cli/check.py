@@ -1,62 +1,20 @@
-"""What people with images do: check before a run; export, embed, neighbours after it."""
+"""furlong check."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from furlong.cli.common import app, console, err
-from furlong.data.folder import Skipped, printable
-from furlong.errors import FurlongError
+from furlong.cli.common import MOST, console, counting
 from furlong.words import size
 
-MOST = 10  # files or groups that are listed
 
-
-@app.command
-def export(
-    folder: Path,
-    /,
-    *,
-    to: str,
-    out: Path | None = None,
-    pixels: Annotated[bool, Parameter(negative=())] = False,
-    force: Annotated[bool, Parameter(negative=())] = False,
-) -> None:
-    """Write a run's encoder to one file for other programs, check it, and write its model card.
-
-    Parameters
-    ----------
-    folder
-        The run's folder.
-    to
-        safetensors (for ``furlong.load_encoder`` and others), onnx, or timm (a state dict with
-        timm's names, for ResNets).
-    out
-        The file (default: in RUN/export). The card lies beside it and has .md added to the name.
-    pixels
-        ONNX: take uint8 images and normalise them in the graph, instead of normalised floats.
-    force
-        Replace files that are there.
-    """
-    from furlong.reports.export import export as write
-
-    done = write(folder, to, out, force=force, pixels=pixels)
-    console.print(f"{done.path} ({size(done.size)}): {done.checked}", markup=False, soft_wrap=True)
-    console.print(f"{done.card}: the model card", markup=False, soft_wrap=True)
-    console.print(f"\n{done.load}", markup=False, soft_wrap=True)
-
-
-@app.command
 def check(
     data: str,
     /,
@@ -82,7 +40,7 @@ def check(
     """
     from furlong.data import survey
 
-    with _progress("reading") as show:
+    with counting("reading") as show:
         found = survey.summarise(data, group_by, survey.survey(data, group_by, show))
     if as_json:
         print(json.dumps(found))
@@ -90,121 +48,6 @@ def check(
         _print_check(found)
     if not found["images"] or (strict and found["skipped"]):
         sys.exit(1)
-
-
-@app.command
-def embed(
-    run: Path,
-    folder: Path,
-    /,
-    *,
-    out: Path = Path("features.parquet"),
-    force: Annotated[bool, Parameter(negative=())] = False,
-) -> None:
-    """Write the features of all images in a folder to a parquet file.
-
-    Columns: path, folder, width, height, feature. Files that cannot be read are named and left out.
-
-    Parameters
-    ----------
-    run
-        A finished run's folder, or a file of ``furlong export --to safetensors``.
-    folder
-        Images, in subfolders or not.
-    out
-        The parquet file.
-    force
-        Replace it if it is there.
-    """
-    from furlong.reports import embed as making
-
-    with _progress("encoding") as show:
-        encoder = making.Embedder(run)
-        count, skipped = making.embed(encoder, folder, out, force=force, show=show)
-    _print_skipped(skipped)
-    text = f"{out}: {count:,} images × {encoder.width} numbers, {size(out.stat().st_size)}"
-    console.print(text, markup=False, soft_wrap=True)
-
-
-@app.command
-def neighbours(
-    run: Path,
-    image: Path,
-    /,
-    *,
-    inside: Annotated[Path, Parameter("--in")],
-    k: int = 12,
-    out: Path | None = None,
-    force: Annotated[bool, Parameter(negative=())] = False,
-    as_json: Annotated[bool, Parameter("--json")] = False,
-) -> None:
-    """Find the images most like one image; list them and, with --out, show them in a page.
-
-    Parameters
-    ----------
-    run
-        A finished run's folder, or a file of ``furlong export --to safetensors``.
-    image
-        The image to look for.
-    inside
-        The folder to search, or a file of ``furlong embed``, which is quicker.
-    k
-        How many.
-    out
-        An HTML file that opens offline; it holds small copies of the images.
-    force
-        Replace it if it is there.
-    as_json
-        Print JSON.
-    """
-    from furlong.files import replacing, require_free
-    from furlong.reports import embed as making
-
-    if k < 1:
-        raise FurlongError(f"--k is {k}; it must be at least 1")
-    if out is not None:
-        require_free(out, force)
-    skipped: list[Skipped] = []
-    with _progress("encoding") as show:
-        encoder = making.Embedder(run)
-        query = encoder.one(image)
-        root, rows = inside, making.folder_rows(encoder, inside, skipped, show)
-        if inside.is_file():
-            root, rows = making.stored_rows(encoder, inside)
-        found = making.nearest_images(query, rows, k)
-    _print_skipped(skipped)
-    if as_json:
-        print(json.dumps([{"path": n.path, "similarity": n.similarity} for n in found.nearest]))
-    else:
-        table = Table("", "cosine", "image")
-        for rank, near in enumerate(found.nearest, 1):
-            table.add_row(str(rank), f"{near.similarity:.3f}", escape(printable(near.path)))
-        console.print(table)
-        said = f"the nearest of {found.count:,} images in {root}; the median has {found.median:.3f}"
-        console.print(said, markup=False, soft_wrap=True)
-    if out is not None:
-        html = making.page(image, root, found, encoder.about)
-        with replacing(out, force) as draft:
-            draft.write_text(html, encoding="utf-8", errors="replace")
-        err.print(f"page: {out}", markup=False, soft_wrap=True)
-
-
-# ---------------------------------------------------------------- printing
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _print_skipped(skipped: list[Skipped]) -> None:
-    for each in skipped[:MOST]:
-        err.print(f"skipped {each.name}: {each.reason}", markup=False, soft_wrap=True)
-    if len(skipped) > MOST:
-        err.print(f"… and {len(skipped) - MOST:,} more")
 
 
 def _counts(counts: dict[str, int]) -> str:
