@@ -11,7 +11,7 @@ from cyclopts import App
 
 import furlong
 from furlong.cli.common import err
-from furlong.errors import FurlongError
+from furlong.errors import FurlongError, nearest
 
 COMMANDS = {  # name -> module:function, and the first line of its documentation
     "run": ("run:run", "Learn an encoder across clients."),
@@ -99,8 +99,11 @@ def application(chosen: str | None = None) -> App:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: errors that a person can act on, no traceback, exit codes."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    chosen = given[0] if given else "--help"
     try:
-        application(given[0] if given else None)(given)
+        if not chosen.startswith("-") and chosen not in COMMANDS:
+            raise FurlongError(f"unknown command {chosen!r}. {nearest(chosen, COMMANDS)}")
+        application(chosen)(given)
     except FurlongError as error:
         err.print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(2)

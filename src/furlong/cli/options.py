@@ -84,7 +84,10 @@ def _options(shown: Choice) -> Iterator[inspect.Parameter]:
 
 def _option(identifier: str, kind: Any, name: str, **more: Any) -> inspect.Parameter:
     about = Parameter(
-        name=f"--{name.replace('_', '-')}", negative=(), **{"show_default": False, **more}
+        name=f"--{name.replace('_', '-')}",
+        negative=(),
+        allow_repeating=True,
+        **{"show_default": False, **more},
     )
     return inspect.Parameter(
         identifier,

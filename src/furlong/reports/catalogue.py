@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from dataclasses import dataclass, fields
-from typing import Any, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Any
 
 from furlong.core.payload import traffic
 from furlong.methods import METHODS
 from furlong.runs.config import from_tree, method_row
 from furlong.runs.cost import flows
+from furlong.settings import facts
 from furlong.words import size
-
-_FIELD = re.compile(r"((?:^    # .+\n)*)^    (\w+): [^#\n]*(?:# (.+))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,7 @@ def entry(name: str, encoder: str = "resnet18") -> Entry:
     cls = row.cls
     config = from_tree({}, {"method": name, "encoder": encoder}, "options")
     method, resolved = config.make_method(), config.method
-    hints, meanings = get_type_hints(cls), _meanings(cls)
-    options = tuple(
-        Option(f.name, resolved[f.name], _kind(hints[f.name]), meanings.get(f.name, ""))
-        for f in fields(cls)  # type: ignore[arg-type]
-    )
+    options = tuple(Option(f.name, resolved[f.name], f.values, f.help) for f in facts(cls))
     wanted = {"labels": method.needs_labels, "public images": method.needs_public}
     return Entry(
         name,
@@ -68,22 +62,6 @@ def entry(name: str, encoder: str = "resnet18") -> Entry:
         dict(row.server),
         options,
     )
-
-
-def _kind(hint: Any) -> str:
-    choices = get_args(hint)
-    return " | ".join(map(str, choices)) if choices else str(hint.__name__)
-
-
-def _meanings(cls: type) -> dict[str, str]:
-    """Field -> the comment above or behind it in the source, the nearest class first."""
-    found: dict[str, str] = {}
-    for base in cls.__mro__[:-1]:
-        for above, name, behind in _FIELD.findall(inspect.getsource(base)):
-            lines = [line.strip(" #") for line in above.splitlines()]
-            if comment := " ".join(filter(None, [*lines, behind])):
-                found.setdefault(name, comment)
-    return found
 
 
 # ---------------------------------------------------------------- docs/methods.md
