@@ -25,6 +25,7 @@ def methods(
     encoder: str = "resnet18",
     as_json: Annotated[bool, Parameter("--json")] = False,
     markdown: bool = False,
+    options: bool = False,
 ) -> None:
     """List the methods, or one method's fields, state, and what leaves a client.
 
@@ -38,9 +39,13 @@ def methods(
         Print JSON.
     markdown
         Print the page docs/methods.md.
+    options
+        Print the page docs/options.md: every setting.
     """
     if markdown:
         print(catalogue.page(), end="")
+    elif options:
+        print(catalogue.options_page(), end="")
     elif name is None:
         _list_methods(as_json)
     else:

@@ -1,4 +1,4 @@
-"""The methods in words and numbers: what ``furlong methods`` prints and docs/methods.md says."""
+"""The methods and the settings in words: ``furlong methods``, docs/methods.md, docs/options.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from furlong.core.payload import traffic
 from furlong.methods import METHODS
-from furlong.runs.config import from_tree, method_row
+from furlong.runs.config import from_tree, method_row, sections
 from furlong.runs.cost import flows
 from furlong.settings import facts
 from furlong.words import size
@@ -113,6 +113,35 @@ def _section(e: Entry) -> str:
             "",
         ]
     )
+
+
+# ---------------------------------------------------------------- docs/options.md
+
+_OPTIONS = """# Options
+
+<!-- made by `furlong methods --options > docs/options.md`; a test compares -->
+
+Every key of a configuration file is an option of `furlong run` too: `[train] rounds = 50` is
+`--train.rounds 50`, and some have a short name. A method's own fields are in
+[methods.md](methods.md). *Role* says what a setting can change: a **result** (the weights or what
+is measured of them, in the last bit), the **place** where and by which machinery it is computed, or
+how closely one **watches**. Runs that differ in *result* settings are different rows of a table.
+Settings with *resume* may be given anew to `furlong resume`.
+"""
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    lines = [_OPTIONS]
+    for section, cls in sections().items():
+        lines += [f"## [{section}]\n\n{cls.__doc__}\n"]
+        lines += [_row("key", "short", "default", "values", "role", ""), _row(*["---"] * 6)]
+        for fact in facts(cls):
+            short = f"`--{fact.short.replace('_', '-')}`" if fact.short else ""
+            role = f"{fact.role}, resume" if fact.resume else fact.role
+            lines.append(_row(f"`{fact.name}`", short, fact.usual, fact.values, role, fact.help))
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _row(*cells: str) -> str:
