@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
@@ -87,24 +85,6 @@ def test_the_list_of_commands_says_what_they_say(command: str) -> None:
     module, function = place.split(":")
     doc = getattr(import_module(f"furlong.cli.{module}"), function).__doc__
     assert doc.splitlines()[0] == about
-
-
-HEAVY = {"torch", "matplotlib", "scipy", "pandas", "pyarrow", "datasets", "flwr", "numpy"}
-
-
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["rnu"]])
-def test_nothing_heavy_is_imported_before_a_command_runs(words: list[str]) -> None:
-    code = f"""
-import sys
-from furlong.cli import main
-try:
-    main({words})
-except SystemExit:
-    pass
-print(sorted({HEAVY} & set(sys.modules)), file=sys.stderr)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("name", all_facts())
