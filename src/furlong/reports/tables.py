@@ -21,24 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import FurlongError, nearest
-from furlong.evaluation import RECIPES
+from furlong.evaluation.linear import RECIPES
 from furlong.reports import printed
 from furlong.reports.significance import FEWEST, LEVEL, Difference, holm, paired
 from furlong.runs.config import Config
 from furlong.runs.folder import RESULT, RunFolder, require
+from furlong.runs.grid import FREE, GRID
 from furlong.words import duration, size
 
-GRID = "compare.json"  # in a grid's folder: its command and its cells
 SETTING = {
     "data": ("name", "images", "test_images", "image_size", "partition", "clients", "group_by"),
     "model": ("encoder",),
     "train": ("rounds", "epochs", "fraction"),
     "evaluate": ("probe", "k", "temperature"),
-}
-FREE = {  # where and how a run is computed: nothing that its results depend on
-    "run": ("workers", "device", "out", "save_every", "state_memory_mb", "deadline"),
-    "data": ("root", "public_root", "cache"),
-    "train": ("server_threads", "min_clients"),
 }
 TOLD = {  # by a row's name and its seeds; or only how closely a run was watched
     "method": ("name",),
