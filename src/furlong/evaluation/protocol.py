@@ -21,7 +21,6 @@ from furlong.data.images import ImageSet
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.features import features
 from furlong.seeding import shuffled
-from furlong.settings import facts
 
 O = TypeVar("O")  # noqa: E741 - a protocol's options
 Progress = Callable[[int, int], None]
@@ -153,8 +152,6 @@ def _parse(
         raise FurlongError(f"protocol {text!r} {what}.")
     try:
         options = build(cls.Options, {**usual.get(kind, {}), **given}, word)
-        for fact in facts(cls.Options):
-            fact.check(getattr(options, fact.name), word)
     except FurlongError as error:
         raise FurlongError(f"protocol {text!r}: {str(error).removeprefix('options: ')}") from None
     recipe = getattr(options, "recipe", None)

@@ -31,11 +31,6 @@ from furlong.words import duration
 BOUNDS = ("single", "pooled")
 ERROR = "error.txt"
 GRID = "compare.json"  # in a grid's folder: its command and its cells
-FREE = {  # where and how a run is computed: nothing that its results depend on
-    "run": ("workers", "device", "out", "save_every", "state_memory_mb", "deadline"),
-    "data": ("root", "public_root", "cache"),
-    "train": ("server_threads", "min_clients"),
-}
 
 
 @dataclass(frozen=True)
@@ -172,7 +167,7 @@ def _check(cell: Cell) -> None:
     for section in sorted({*there, *wanted}):
         for key in sorted({*there.get(section, {}), *wanted.get(section, {})}):
             old, new = (tree.get(section, {}).get(key) for tree in (there, wanted))
-            if key not in FREE.get(section, ()) and old != new:
+            if old != new and not config.is_place(f"{section}.{key}"):
                 raise FurlongError(
                     f"{cell.folder} holds a run with {section}.{key} = {old}, not {new}. Give the "
                     "settings that it began with, or another --out."

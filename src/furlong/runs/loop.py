@@ -36,10 +36,6 @@ from furlong.runs.results import final_rows
 from furlong.runs.split import describe_partition
 from furlong.seeding import threads
 
-ANEW = {"workers", "device", "run.workers", "run.device", "run.deadline", "train.min_clients"}
-ANEW |= {"superlink", "certs", "insecure", "flower.superlink", "flower.certs", "flower.insecure"}
-ANEW |= {"flower.wait", "flower.cpus"}
-
 Show = Callable[[Status], None]
 Say = Callable[[str], None]
 
@@ -113,7 +109,8 @@ def resume(
     """
     path = Path(run_folder)
     for name in overrides or {}:
-        if name.replace("-", "_") not in ANEW:
+        fact = config.all_facts().get(config.full_name(name))
+        if fact is None or not fact.resume:
             raise FurlongError(f"a run goes on with the settings it has: --{name} cannot be given.")
     folder = RunFolder.open(path)
     with folder.locked():
