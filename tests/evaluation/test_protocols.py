@@ -32,7 +32,7 @@ def measured(
     word: str, encoder: nn.Module, train: ImageSet, test: ImageSet, seed: int = 0, **more: Any
 ) -> dict[str, Any]:
     """The numbers of one protocol."""
-    (protocol,) = protocols(EvaluateSettings(), word)
+    (protocol,) = protocols(EvaluateSettings(), word).values()
     images = Images(train, test, PLAIN, seed)
     protocol.check(images)
     return protocol.measure(Encoded(encoder, images), *more.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from furlong.data.augment import crop_flip
 from furlong.errors import FurlongError, nearest
-from furlong.evaluation.features import check_split, features
+from furlong.evaluation.features import check_split, device_of, features
 from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.seeding import with_seed
 from furlong.settings import setting
@@ -188,33 +188,25 @@ def _accuracy(x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class LinearOptions:
-    """Of :class:`Linear`; what is ``None`` is as the recipe says."""
+class Linear(Protocol):
+    """The test accuracy of a linear classifier that was trained on the features.
+
+    Options that are ``None`` are as the recipe says.
+    """
+
+    kind: ClassVar[str] = "linear"
+    recipes: ClassVar[Collection[str]] = tuple(RECIPES)
 
     recipe: str = setting("default", "How the classifier is trained: a key of RECIPES.")
     epochs: int | None = setting(None, "Passes over the training images.", above=0)
     lr: float | None = setting(None, "The learning rate.", above=0)
     batch_size: int | None = setting(None, "Images per step.", above=0)
 
-
-@dataclass(frozen=True)
-class CropsOptions(LinearOptions):
-    """Of :class:`LinearCrops`."""
-
-    recipe: str = setting("moco", "How the classifier is trained: a key of RECIPES.")
-
-
-class Linear(Protocol[LinearOptions]):
-    """The test accuracy of a linear classifier that was trained on the features."""
-
-    Options: ClassVar[type] = LinearOptions
-    recipes = tuple(RECIPES)
-
     def settings(self, _: Images) -> dict[str, Any]:
         """The recipe with what was changed of it."""
-        given = asdict(self.options)
+        given = asdict(self)
         plan = probe(given.pop("recipe"), **given)
-        return {"recipe": self.options.recipe, **{name: getattr(plan, name) for name in given}}
+        return {"recipe": self.recipe, **{name: getattr(plan, name) for name in given}}
 
     def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
         """The accuracy."""
@@ -236,13 +228,16 @@ class Linear(Protocol[LinearOptions]):
         return {"accuracy": result.accuracy}
 
 
+@dataclass(frozen=True)
 class LinearCrops(Linear):
     """The same on features of new random crops and flips in every epoch, as in MoCo.
 
     The encoder stays in eval mode. Costs a pass over the training images per epoch.
     """
 
-    Options: ClassVar[type] = CropsOptions
+    kind: ClassVar[str] = "linear-crops"
+
+    recipe: str = setting("moco", "How the classifier is trained: a key of RECIPES.")
 
     def measure(self, encoded: Encoded, progress: Progress = silent) -> dict[str, Any]:
         """The accuracy."""
@@ -256,7 +251,7 @@ class LinearCrops(Linear):
             progress(epoch, total)
             return features(encoder, train.pixels, view)
 
-        with with_seed(images.seed, encoded.device):
+        with with_seed(images.seed, device_of(encoder)):
             ours, theirs = (
                 features(encoder, part.pixels, images.augment.plain) for part in (train, test)
             )

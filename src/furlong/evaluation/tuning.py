@@ -6,7 +6,7 @@ Transfer asks whether what was learnt on one set of images helps on another (Fed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from furlong.data.augment import Recipe, crop_flip
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError, nearest
-from furlong.evaluation.features import features
+from furlong.evaluation.features import device_of, features
 from furlong.evaluation.linear import decay
 from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.nn.encoders import out_dim
@@ -130,7 +130,7 @@ def fine_tune(
     if len(train) < 2 or not len(test):
         raise FurlongError(f"{len(train)} training and {len(test)} test images are too few.")
     classes = max(train.n_classes, test.n_classes)
-    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
+    device = device_of(encoder)
     view = crop_flip(augment).view if plan.crops else augment.plain
     with borrowed(encoder), with_seed(seed, device):
         width = out_dim(encoder, train.channels, augment.plain(train.pixels[:1]).shape[-1])
@@ -200,8 +200,13 @@ def _train(
 
 
 @dataclass(frozen=True)
-class TuningOptions:
-    """Of a protocol that fine-tunes; what is ``None`` is as the recipe says."""
+class FineTuned(Protocol):
+    """The accuracy of an encoder after fine-tuning with a new head.
+
+    Options that are ``None`` are as the recipe says.
+    """
+
+    recipes: ClassVar[Collection[str]] = tuple(TUNINGS)
 
     recipe: str = setting("fedu", "How encoder and head are trained: a key of TUNINGS.")
     epochs: int | None = setting(None, "Passes over the labelled images.", above=0)
@@ -214,31 +219,15 @@ class TuningOptions:
     head: Literal["linear", "mlp"] | None = setting(None, "mlp has one hidden layer.")
     crops: bool | None = setting(None, "Random crops and flips instead of the plain images.")
 
-
-class FineTuned(Protocol[TuningOptions]):
-    """The accuracy of an encoder after fine-tuning with a new head."""
-
-    Options: ClassVar[type] = TuningOptions
-    recipes = tuple(TUNINGS)
-
-    @property
-    def recipe(self) -> str:
-        """The name of the recipe."""
-        return self.options.recipe
-
-    @property
-    def plan(self) -> Tuning:
-        """The recipe with what was changed of it."""
-        return tuning(self.recipe, **self._changes())
-
-    def _changes(self) -> dict[str, Any]:
-        names = [field.name for field in fields(TuningOptions) if field.name != "recipe"]
-        return {name: getattr(self.options, name) for name in names}
+    def plan(self) -> tuple[str, Tuning]:
+        """The recipe's name, and the recipe with what was changed of it."""
+        given = {name: value for name, value in asdict(self).items() if name in CHANGES}
+        return self.recipe, tuning(self.recipe, **given)
 
     def settings(self, _: Images) -> dict[str, Any]:
         """The recipe with what was changed of it."""
-        plan = self.plan
-        return {"recipe": self.recipe, **{name: getattr(plan, name) for name in self._changes()}}
+        name, plan = self.plan()
+        return {"recipe": name, **{key: getattr(plan, key) for key in CHANGES}}
 
     def labelled(self, images: Images) -> ImageSet:
         """The images that are trained on."""
@@ -251,7 +240,7 @@ class FineTuned(Protocol[TuningOptions]):
             encoded.encoder,
             self.labelled(images),
             images.labelled()[1],
-            self.plan,
+            self.plan()[1],
             augment=images.augment,
             seed=images.seed,
             progress=progress,
@@ -259,21 +248,20 @@ class FineTuned(Protocol[TuningOptions]):
         return asdict(result)
 
 
+CHANGES = tuple(field.name for field in fields(FineTuned) if field.name != "recipe")
+
+
 @dataclass(frozen=True)
-class TransferOptions(TuningOptions):
-    """Also where the other set lies and how much of it is used."""
-
-    root: str | None = setting(None, "Where the other set lies.")
-    images: int | None = setting(None, "Use at most this many of its training images.", above=0)
-    test_images: int | None = setting(None, "Use at most this many test images.", above=0)
-
-
 class Transfer(FineTuned):
     """Fine-tuning on all of another set; beside it a random start: what that set itself teaches."""
 
-    Options: ClassVar[type] = TransferOptions
-    other_set = True
-    with_random = True
+    kind: ClassVar[str] = "transfer"
+    with_random: ClassVar[bool] = True
+
+    data: str = setting("", "The other set.")
+    root: str | None = setting(None, "Where it lies.")
+    images: int | None = setting(None, "Use at most this many of its training images.", above=0)
+    test_images: int | None = setting(None, "Use at most this many test images.", above=0)
 
     def settings(self, images: Images) -> dict[str, Any]:
         """The recipe, and how many images there were."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from furlong.core.federation import Federation
 from furlong.data.augment import preset
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Encoded, Images, Protocol
+from furlong.evaluation.tuning import Transfer
 from furlong.nn.devices import pick_device
 from furlong.nn.encoders import build_encoder
 from furlong.runs import checkpoint, config
@@ -28,10 +30,10 @@ from furlong.runs.config import Config, DataSettings
 from furlong.runs.datasets import NO_SPLIT, absolute, grouping, load_data
 from furlong.runs.encoders import about as described
 from furlong.runs.encoders import encoders, who
-from furlong.runs.finetune import ClientImages
+from furlong.runs.finetune import ClientImages, Federated
 from furlong.runs.folder import RunFolder, load_encoder, read_encoder
 from furlong.runs.prepare import prepare, workers
-from furlong.runs.results import KINDS, Row, mean_and_spread, protocols
+from furlong.runs.results import Row, mean_and_spread, protocols
 from furlong.runs.split import split_data
 from furlong.seeding import seeded, threads
 
@@ -128,7 +130,7 @@ class Bench:
     """
 
     def __init__(
-        self, measured: Subject, settings: Config, own: Config | None, asked: list[Protocol[Any]]
+        self, measured: Subject, settings: Config, own: Config | None, split: bool
     ) -> None:
         self.own, self._about = own, measured.about
         data = settings.data
@@ -136,7 +138,7 @@ class Bench:
         self.device = pick_device(settings.run.device)
         self.workers = workers(settings, self.device)
         self.held_out = False  # whether there is no test split
-        self.images = self._load(any(protocol.kind == "federated" for protocol in asked))
+        self.images = self._load(split)
         self.whose = {
             name: encoder.to(self.device)
             for name, encoder in {"random": measured.random, **measured.encoders}.items()
@@ -181,14 +183,13 @@ class Bench:
             server_threads=settings.train.server_threads,
         )
 
-    def measured_on(self, protocol: Protocol[Any]) -> Images:
+    def measured_on(self, protocol: Protocol) -> Images:
         """The images of a protocol; a transfer has its own."""
-        if not protocol.other_set:
+        if not isinstance(protocol, Transfer):
             return self.images
-        given, name = protocol.options, protocol.target
-        data = DataSettings(
-            name, given.root, given.images, given.test_images, self._about["image_size"], "iid"
-        )
+        name, size = protocol.data, self._about["image_size"]
+        counts = (protocol.images, protocol.test_images)
+        data = DataSettings(name, protocol.root, *counts, size, "iid")
         # of the run's own set they are on the side where they were
         same = self.own is not None and absolute(name) == self.own.data.name
         asked = replace(self.settings, data=data)
@@ -228,7 +229,7 @@ MATTERS: dict[str, tuple[str, ...]] = {
     "evaluate.k": ("knn",),
     "evaluate.temperature": ("knn",),
     "evaluate.probe": ("linear",),
-    "run.seed": tuple(KINDS),
+    "run.seed": (*ACCURATE, "transfer", "quality"),
 }
 """Which settings of a run matter to which protocols."""
 
@@ -256,19 +257,20 @@ def evaluate(
     found: list[Row] = []
     with nullcontext() if folder is None else folder.locked():
         measured = subject(place, settings, say)
-        bench = Bench(measured, settings, own, asked)
-        jobs = [(protocol, bench.measured_on(protocol)) for protocol in asked]
-        for protocol, images in jobs:  # mistakes show before the first hour of training
-            protocol.check(images)
+        with_clients = any(isinstance(protocol, Federated) for protocol in asked.values())
+        bench = Bench(measured, settings, own, with_clients)
+        images = {text: bench.measured_on(protocol) for text, protocol in asked.items()}
+        for text, protocol in asked.items():  # mistakes show before the first hour of training
+            protocol.check(images[text])
         if folder is None:
-            _caveats(place, asked, bench, random, say)
-        for protocol, images in jobs:
+            _caveats(place, asked.values(), bench, random, say)
+        for text, protocol in asked.items():
             names = list(measured.encoders)
             if protocol.with_random:
                 names = ["random", *names]
             elif random:
                 names = [*names, "random"]
-            rows = [_row(protocol, bench, name, images, tell) for name in names]
+            rows = [_row(text, protocol, bench, name, images[text], tell) for name in names]
             if measured.mean is not None:
                 each = [row for row in rows if row["who"] in measured.encoders]
                 rows.append(mean_and_spread(each, measured.mean))
@@ -282,23 +284,21 @@ def evaluate(
     return found
 
 
-def _row(protocol: Protocol[Any], bench: Bench, name: str, images: Images, tell: Tell) -> Row:
+def _row(text: str, protocol: Protocol, bench: Bench, name: str, images: Images, tell: Tell) -> Row:
     with threads(bench.workers):
-        numbers = protocol.measure(
-            bench.encoded(name, images), lambda done, total: tell(protocol.text, done, total)
-        )
+        numbers = protocol.measure(bench.encoded(name, images), partial(tell, text))
     settings = {**protocol.settings(images), "seed": images.seed, **bench.changed(protocol.kind)}
     return {
         "who": name,
-        "protocol": protocol.text,
-        "labels": protocol.share,
+        "protocol": text,
+        "labels": protocol.labels,
         **numbers,
-        "data": protocol.target or bench.settings.data.name,
+        "data": protocol.data or bench.settings.data.name,
         "settings": settings,
     }
 
 
-def _caveats(place: Path, asked: list[Protocol[Any]], bench: Bench, random: bool, say: Say) -> None:
+def _caveats(place: Path, asked: Iterable[Protocol], bench: Bench, random: bool, say: Say) -> None:
     """What an exported file cannot know, and a run folder does."""
     if random or any(protocol.with_random for protocol in asked):
         say(

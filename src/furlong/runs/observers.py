@@ -20,7 +20,7 @@ from furlong.core.method import Report
 from furlong.errors import FurlongError
 from furlong.evaluation.angles import angles
 from furlong.evaluation.features import features
-from furlong.evaluation.knn import KNN, KNNOptions
+from furlong.evaluation.knn import KNN
 from furlong.evaluation.protocol import Encoded, Images
 from furlong.evaluation.quality import Quality, quality, sample
 from furlong.runs import checkpoint
@@ -110,7 +110,7 @@ class Monitor:
         setup, self._settings = prepared.setup, prepared.config.evaluate
         self._images = Images(prepared.train, prepared.test, setup.augment, setup.seed)
         self._pixels = sample(self._images, min(SAMPLE, self._settings.monitor_images))
-        self._knn = KNN("knn", "knn", KNNOptions(self._settings.k, self._settings.temperature))
+        self._knn = KNN(self._settings.k, self._settings.temperature)
 
     def __call__(self, event: Event) -> None:
         """Every ``evaluate.knn_every`` exchanges and at the end."""

@@ -19,18 +19,10 @@ from furlong.runs.config import EvaluateSettings, build
 from furlong.runs.finetune import Federated
 
 Row = dict[str, Any]
-KINDS: dict[str, type[Protocol[Any]]] = {
-    "knn": KNN,
-    "linear": Linear,
-    "linear-crops": LinearCrops,
-    "semi": Semi,
-    "transfer": Transfer,
-    "federated": Federated,
-    "quality": LabelFree,
-}
+KINDS = (KNN, Linear, LinearCrops, Semi, Transfer, Federated, LabelFree)
 
 
-def protocols(settings: EvaluateSettings, words: str | None = None) -> list[Protocol[Any]]:
+def protocols(settings: EvaluateSettings, words: str | None = None) -> dict[str, Protocol]:
     """Those that ``words`` name, by default kNN and the linear probe, as the settings say."""
     probe = settings.probe
     usual: dict[str, dict[str, Any]] = {
@@ -49,13 +41,14 @@ def final_rows(
 ) -> list[Row]:
     """The results of a run: of every encoder, and the mean of those of clients alone."""
     rows: list[Row] = []
-    for name, encoder in encoders.items():
+    for whose, encoder in encoders.items():
         encoded = Encoded(encoder, images)
-        scores = {p.text: p.measure(encoded)["accuracy"] for p in protocols(settings)}
-        if name in classifiers:
-            scores["classifier"] = _right(classifiers[name], images)
+        asked = protocols(settings)
+        scores = {name: each.measure(encoded)["accuracy"] for name, each in asked.items()}
+        if whose in classifiers:
+            scores["classifier"] = _right(classifiers[whose], images)
         for protocol, accuracy in scores.items():
-            rows.append({"who": name, "protocol": protocol, "labels": 1.0, "accuracy": accuracy})
+            rows.append({"who": whose, "protocol": protocol, "labels": 1.0, "accuracy": accuracy})
     for protocol in sorted({row["protocol"] for row in rows}):
         alone = [r for r in rows if r["who"].endswith(" alone") and r["protocol"] == protocol]
         if alone:
