@@ -18,19 +18,9 @@ from furlong.seeding import with_seed
 from furlong.settings import setting
 
 
-def decay(epoch: int, epochs: int, cosine: bool, steps: tuple[float, ...], drop: float) -> float:
-    """By what the learning rate is multiplied in ``epoch`` = 0, 1, … of ``epochs``.
-
-    ``steps``: shares of the epochs after each of which it drops to ``drop`` times what it was.
-    """
-    if cosine:
-        return (1 + math.cos(math.pi * epoch / epochs)) / 2
-    return float(drop ** sum(epoch >= round(s * epochs) for s in steps))
-
-
 @dataclass(frozen=True)
-class ProbeRecipe:
-    """How a probe is trained; epochs and learning rate can be overridden in ``linear_probe``."""
+class Training:
+    """How something is trained with labels."""
 
     optimiser: Literal["adam", "sgd"]
     lr: float
@@ -38,13 +28,28 @@ class ProbeRecipe:
     batch_size: int
     momentum: float = 0.9  # of SGD
     cosine: bool = False  # over epochs, else constant or in steps
-    steps: tuple[float, ...] = ()  # shares of the epochs after which the rate drops tenfold
+    steps: tuple[float, ...] = ()  # shares of the epochs after which the rate drops
+    drop: float = 0.1  # to so much of what it was
+
+    def torch_optimiser(self, parameters: Any) -> torch.optim.Optimizer:
+        """For tensors, or for groups that may have rates of their own."""
+        if self.optimiser == "adam":
+            return torch.optim.Adam(parameters, self.lr, fused=True)
+        return torch.optim.SGD(parameters, self.lr, self.momentum, fused=True)
+
+    def decay(self, epoch: int) -> float:
+        """By what learning rates are multiplied in ``epoch`` = 0, 1, …"""
+        if self.cosine:
+            return (1 + math.cos(math.pi * epoch / self.epochs)) / 2
+        return float(self.drop ** sum(epoch >= round(s * self.epochs) for s in self.steps))
+
+
+@dataclass(frozen=True)
+class ProbeRecipe(Training):
+    """How a probe is trained; epochs and learning rate can be overridden in ``linear_probe``."""
+
     shuffle: bool = True
     standardise: bool = False  # features to mean 0 and variance 1 by train statistics
-
-    def lr_at(self, epoch: int) -> float:
-        """Learning rate of ``epoch`` = 0, 1, …"""
-        return self.lr * decay(epoch, self.epochs, self.cosine, self.steps, 0.1)
 
 
 RECIPES: dict[str, ProbeRecipe] = {
@@ -147,14 +152,10 @@ def _train(
     generator = torch.Generator().manual_seed(seed)
     weight = 0.01 * torch.randn(shape, generator=generator)
     bias = torch.zeros(shape[0], 1)
-    optimiser: torch.optim.Optimizer
-    if plan.optimiser == "adam":
-        optimiser = torch.optim.Adam([weight, bias], plan.lr, fused=True)
-    else:
-        optimiser = torch.optim.SGD([weight, bias], plan.lr, plan.momentum, fused=True)
+    optimiser = plan.torch_optimiser([weight, bias])
     order = torch.arange(len(y))
     for epoch in range(plan.epochs):
-        optimiser.param_groups[0]["lr"] = plan.lr_at(epoch)
+        optimiser.param_groups[0]["lr"] = plan.lr * plan.decay(epoch)
         if plan.shuffle:
             order = torch.randperm(len(y), generator=generator)
         x = rows_of(epoch)

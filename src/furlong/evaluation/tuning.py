@@ -19,32 +19,19 @@ from furlong.data.augment import Recipe, crop_flip
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.features import device_of, features
-from furlong.evaluation.linear import decay
+from furlong.evaluation.linear import Training
 from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.nn.encoders import out_dim
 from furlong.seeding import with_seed
 from furlong.settings import setting
 
 
-def check_batch(size: int) -> None:
-    """Refuse batches in which nothing would be trained."""
-    if size < 2:  # BatchNorm needs two, so a batch of one is left out
-        raise FurlongError(f"batch_size is {size}; fine-tuning needs at least 2.")
-
-
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(Training):
     """How a fine-tuning is done; ``tuning`` finds one by name and changes parts of it."""
 
-    optimiser: Literal["adam", "sgd"]
-    lr: float  # of the encoder
-    head_lr: float
-    epochs: int
-    batch_size: int
-    momentum: float = 0.9  # of SGD
-    cosine: bool = False  # over epochs, else constant or in steps
-    steps: tuple[float, ...] = ()  # shares of the epochs after which both rates drop
     drop: float = 0.2
+    head_lr: float = 1e-3  # ``lr`` is the encoder's
     # full: everything is trained. head_bn: only the head is, but the encoder's BatchNorm
     # statistics follow the labelled images, since it runs in training mode.
     finetune: Literal["full", "head_bn"] = "full"
@@ -53,22 +40,23 @@ class Tuning:
     crops: bool = True  # random crops and flips, else the plain images
 
     def __post_init__(self) -> None:
-        check_batch(self.batch_size)
+        if self.batch_size < 2:  # BatchNorm needs two, so a batch of one is left out
+            raise FurlongError(f"batch_size is {self.batch_size}; fine-tuning needs at least 2.")
 
 
 TUNINGS: dict[str, Tuning] = {
     # FedU: 100 epochs, everything trained (paper); Adam, rate and batch from its code.
-    "fedu": Tuning("adam", 1e-3, 1e-3, 100, 128),
+    "fedu": Tuning("adam", 1e-3, 100, 128),
     # What FedU's released script does: the optimiser has the head only. After the test that follows
     # the first epoch the script stays in eval mode, so the statistics move in that epoch alone.
-    "easyfl": Tuning("adam", 1e-3, 1e-3, 100, 128, finetune="head_bn", moving=1),
+    "easyfl": Tuning("adam", 1e-3, 100, 128, finetune="head_bn", moving=1),
     # FCL follows SwAV, whose rates depend on the share of labels.
-    "fcl-1": Tuning("sgd", 0.02, 5.0, 20, 256, steps=(0.6, 0.8)),
-    "fcl-10": Tuning("sgd", 0.01, 0.2, 20, 256, steps=(0.6, 0.8)),
+    "fcl-1": Tuning("sgd", 0.02, 20, 256, head_lr=5.0, steps=(0.6, 0.8)),
+    "fcl-10": Tuning("sgd", 0.01, 20, 256, head_lr=0.2, steps=(0.6, 0.8)),
     # FedCA: a head with one hidden layer, Adam, 100 epochs; the batch is our choice.
-    "fedca": Tuning("adam", 1e-3, 1e-3, 100, 128, head="mlp"),
+    "fedca": Tuning("adam", 1e-3, 100, 128, head="mlp"),
     # Orchestra's public script: the optimiser has the head only here, too.
-    "orchestra": Tuning("sgd", 30.0, 30.0, 50, 256, cosine=True, finetune="head_bn"),
+    "orchestra": Tuning("sgd", 30.0, 50, 256, head_lr=30.0, cosine=True, finetune="head_bn"),
 }
 
 
@@ -173,17 +161,12 @@ def _train(
     rates = (plan.lr, plan.head_lr)
     parts = [list(encoder.parameters()) if plan.finetune == "full" else [], head.parameters()]
     groups = [{"params": part, "lr": lr} for part, lr in zip(parts, rates, strict=True)]
-    optimiser: torch.optim.Optimizer
-    if plan.optimiser == "adam":
-        optimiser = torch.optim.Adam(groups, fused=True)
-    else:
-        optimiser = torch.optim.SGD(groups, momentum=plan.momentum, fused=True)
+    optimiser = plan.torch_optimiser(groups)
     for epoch in range(plan.epochs):
         head.train()
         encoder.train(plan.moving is None or epoch < plan.moving)
-        share = decay(epoch, plan.epochs, plan.cosine, plan.steps, plan.drop)
         for group, lr in zip(optimiser.param_groups, rates, strict=True):
-            group["lr"] = lr * share
+            group["lr"] = lr * plan.decay(epoch)
         for rows in torch.split(torch.randperm(len(train)), plan.batch_size):
             if len(rows) == 1:  # BatchNorm needs two; another image is left out in the next epoch
                 continue

@@ -33,7 +33,7 @@ from furlong.runs.encoders import encoders, who
 from furlong.runs.finetune import ClientImages, Federated
 from furlong.runs.folder import RunFolder, load_encoder, read_encoder
 from furlong.runs.prepare import prepare, workers
-from furlong.runs.results import Row, mean_and_spread, protocols
+from furlong.runs.results import Result, mean_and_spread, protocols
 from furlong.runs.split import split_data
 from furlong.seeding import seeded, threads
 
@@ -145,37 +145,41 @@ class Bench:
         }
         self._encoded = {name: Encoded(each, self.images) for name, each in self.whose.items()}
 
+    def _read(self, data: DataSettings) -> tuple[Images, list[str]]:
+        """Images at the encoder's size; of the run's own set they are on the side they were."""
+        channels, size = self._about["channels"], self._about["image_size"]
+        data = replace(data, image_size=data.image_size or size)
+        trained = self.own if self._is_own(data.name) else None
+        train, test, notes = load_data(replace(self.settings, data=data), trained)
+        if (train.channels, *train.size) != (channels, size, size):
+            height, width = train.size
+            remedy = f"--data.image-size {size}" if data.image_size != size else "another data set"
+            raise FurlongError(
+                f"the encoder takes {channels}×{size}×{size} images, those of {data.name} are "
+                f"{train.channels}×{height}×{width}: give {remedy}."
+            )
+        views = preset(self._about["augment"], size)
+        return Images(train, test, views, self.settings.run.seed), notes
+
+    def _is_own(self, name: str) -> bool:
+        return self.own is not None and absolute(name) == self.own.data.name
+
     def _load(self, split: bool) -> Images:
-        """The images, at the encoder's size; with who holds them only if that matters."""
-        settings, own, size = self.settings, self.own, self._about["image_size"]
-        other = own is None or settings.data.name != own.data.name
-        data = replace(settings.data, image_size=settings.data.image_size or size)
+        """The images of the run or of another set; with who holds them only if that matters."""
+        settings, own, data = self.settings, self.own, self.settings.data
         if not split:  # so that no partition can be impossible
             groups = grouping(settings)
-            if own is not None and other and groups == grouping(own):
+            if own is not None and not self._is_own(data.name) and groups == grouping(own):
                 groups = None  # those of the run's own set
             data = replace(data, partition="iid", group_by=groups)
-        asked, trained = replace(settings, data=data), None if other else own
-        train, test, notes = load_data(asked, trained)
+        images, notes = self._read(data)
         self.held_out = any(note.startswith(NO_SPLIT) for note in notes)
-        if (train.channels, *train.size) != (self._about["channels"], size, size):
-            height, width = train.size
-            raise FurlongError(
-                f"the encoder takes {self._about['channels']}×{size}×{size} images, not "
-                f"{train.channels}×{height}×{width}; "
-                + (
-                    f"give --data.image-size {size}."
-                    if train.channels == self._about["channels"]
-                    else "choose another --data."
-                )
-            )
-        images = Images(train, test, preset(self._about["augment"], size), settings.run.seed)
         if not split:
             return images
-        parts = split_data(asked, train, None if trained is None else trained.run.seed)
+        seed = own.run.seed if own is not None and self._is_own(data.name) else None
         return ClientImages(
             **vars(images),
-            federation=Federation.of(train, parts),
+            federation=Federation.of(images.train, split_data(settings, images.train, seed)),
             partition=data.partition,
             encoder=self._about["encoder"],
             device=self.device,
@@ -187,19 +191,8 @@ class Bench:
         """The images of a protocol; a transfer has its own."""
         if not isinstance(protocol, Transfer):
             return self.images
-        name, size = protocol.data, self._about["image_size"]
         counts = (protocol.images, protocol.test_images)
-        data = DataSettings(name, protocol.root, *counts, size, "iid")
-        # of the run's own set they are on the side where they were
-        same = self.own is not None and absolute(name) == self.own.data.name
-        asked = replace(self.settings, data=data)
-        train, test, _ = load_data(asked, self.own if same else None)
-        if train.channels != self._about["channels"]:
-            raise FurlongError(
-                f"the encoder takes {self._about['channels']} channel(s), the images of {name} "
-                f"have {train.channels}: choose another set."
-            )
-        return Images(train, test, self.images.augment, self.images.seed)
+        return self._read(DataSettings(protocol.data, protocol.root, *counts, partition="iid"))[0]
 
     def encoded(self, name: str, images: Images) -> Encoded:
         """An encoder with ``images``; features of the run's images are computed once for all."""
@@ -245,7 +238,7 @@ def evaluate(
     random: bool = False,
     tell: Tell = lambda *_: None,
     say: Say = lambda _: None,
-) -> list[Row]:
+) -> list[Result]:
     """Rows of the protocols (default: kNN and linear probe); kept in a run's evaluations.json.
 
     ``random`` also measures the encoder before training with protocols that do not do so anyway.
@@ -254,7 +247,7 @@ def evaluate(
     asked = protocols(settings.evaluate, words)
     folder = None if place.is_file() else RunFolder.open(place)
     own = None if folder is None else config.load(place / "config.toml")
-    found: list[Row] = []
+    found: list[Result] = []
     with nullcontext() if folder is None else folder.locked():
         measured = subject(place, settings, say)
         with_clients = any(isinstance(protocol, Federated) for protocol in asked.values())
@@ -284,7 +277,9 @@ def evaluate(
     return found
 
 
-def _row(text: str, protocol: Protocol, bench: Bench, name: str, images: Images, tell: Tell) -> Row:
+def _row(
+    text: str, protocol: Protocol, bench: Bench, name: str, images: Images, tell: Tell
+) -> Result:
     with threads(bench.workers):
         numbers = protocol.measure(bench.encoded(name, images), partial(tell, text))
     settings = {**protocol.settings(images), "seed": images.seed, **bench.changed(protocol.kind)}
@@ -313,7 +308,7 @@ def _caveats(place: Path, asked: Iterable[Protocol], bench: Bench, random: bool,
         )
 
 
-def _require_finite(row: Row) -> None:
+def _require_finite(row: Result) -> None:
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise FurlongError(
@@ -322,10 +317,10 @@ def _require_finite(row: Row) -> None:
             )
 
 
-def _keep(folder: RunFolder, rows: Iterable[Row]) -> None:
+def _keep(folder: RunFolder, rows: Iterable[Result]) -> None:
     """Add rows to evaluations.json; what was measured again replaces what was there."""
 
-    def key(row: Row) -> str:
+    def key(row: Result) -> str:
         same = {k: row.get(k) for k in ("who", "protocol", "labels", "data", "settings")}
         return json.dumps(same, sort_keys=True)
 

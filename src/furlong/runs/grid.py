@@ -240,14 +240,7 @@ def _one(cell: Cell, show: loop.Show | None, say: loop.Say, engine: loop.Connect
             say(f"{cell.folder} lacks its encoder: making it again.")
             summary.replace(aside)
         if (cell.folder / "config.toml").exists():
-            run, train = cell.settings.run, cell.settings.train
-            again = {
-                "workers": run.workers,
-                "device": run.device,
-                "run.deadline": run.deadline,
-                "train.min_clients": train.min_clients,
-            }
-            loop.resume(cell.folder, again, show, say, engine)
+            loop.resume(cell.folder, config.resumable(cell.settings), show, say, engine)
         else:
             loop.run(cell.settings, show, say, engine)
     except FurlongError as error:

@@ -18,7 +18,7 @@ from furlong.evaluation.tuning import Transfer
 from furlong.runs.config import EvaluateSettings, build
 from furlong.runs.finetune import Federated
 
-Row = dict[str, Any]
+Result = dict[str, Any]  # who, protocol, labels, accuracy, …
 KINDS = (KNN, Linear, LinearCrops, Semi, Transfer, Federated, LabelFree)
 
 
@@ -38,9 +38,9 @@ def final_rows(
     images: Images,
     encoders: Mapping[str, nn.Module],
     classifiers: Mapping[str, nn.Module],
-) -> list[Row]:
+) -> list[Result]:
     """The results of a run: of every encoder, and the mean of those of clients alone."""
-    rows: list[Row] = []
+    rows: list[Result] = []
     for whose, encoder in encoders.items():
         encoded = Encoded(encoder, images)
         asked = protocols(settings)
@@ -64,7 +64,7 @@ def _right(classifier: nn.Module, images: Images) -> float:
     return float((scores.argmax(dim=1) == test.labels).double().mean())
 
 
-def mean_and_spread(rows: Sequence[Row], name: str) -> Row:
+def mean_and_spread(rows: Sequence[Result], name: str) -> Result:
     """One row of ``name`` for those of several encoders: means, and of the accuracy ``std``."""
     merged = {**rows[0], "who": name}
     for key, value in rows[0].items():
@@ -77,5 +77,5 @@ def mean_and_spread(rows: Sequence[Row], name: str) -> Row:
     return merged
 
 
-def _column(rows: Iterable[Row], key: str) -> torch.Tensor:
+def _column(rows: Iterable[Result], key: str) -> torch.Tensor:
     return torch.tensor([row[key] for row in rows], dtype=torch.float64)
