@@ -5,8 +5,9 @@ Names are imported when they are used, so that ``import furlong`` and ``furlong 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from importlib import import_module
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from furlong.methods.base import Averaging, Model, OneNetwork
     from furlong.runs.config import Config
     from furlong.runs.folder import load_encoder
-    from furlong.runs.loop import Run, Status, resume
-    from furlong.runs.loop import run as run_config
+    from furlong.runs.loop import Connect, Run, Say, Show
+    from furlong.runs.observers import Status
     from furlong.runs.prepare import prepare
 
 __all__ = [
@@ -61,7 +62,8 @@ _WHERE = {
     "methods.base": ("Averaging", "Model", "OneNetwork"),
     "runs.config": ("Config",),
     "runs.folder": ("load_encoder",),
-    "runs.loop": ("Run", "Status", "resume"),
+    "runs.loop": ("Run",),
+    "runs.observers": ("Status",),
     "runs.prepare": ("prepare",),
 }
 _MODULE = {name: module for module, names in _WHERE.items() for name in names}
@@ -69,8 +71,6 @@ _MODULE = {name: module for module, names in _WHERE.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """A public name, imported from its module."""
-    if name == "run_config":
-        return import_module("furlong.runs.loop").run
     if name not in _MODULE:
         raise AttributeError(f"module 'furlong' has no attribute {name!r}")
     return getattr(import_module(f"furlong.{_MODULE[name]}"), name)
@@ -83,7 +83,7 @@ def __dir__() -> list[str]:
 def run(
     config: dict[str, Any] | None = None,
     *,
-    show: Callable[[Status], None] | None = None,
+    show: Show | None = None,
     **options: Any,
 ) -> Run:
     """A federated run from Python, with the options of ``furlong run``.
@@ -93,6 +93,41 @@ def run(
     as ``**{"optimiser.lr": 0.1}``.
     """
     from furlong.runs.config import from_tree
-    from furlong.runs.loop import run as run_config
 
     return run_config(from_tree(config or {}, options, "furlong.run"), show)
+
+
+def run_config(
+    settings: Config,
+    show: Show | None = None,
+    say: Say = lambda _: None,
+    engine: Connect | None = None,
+) -> Run:
+    """A run from its configuration to its page; ``engine``: to nodes that wait already."""
+    from furlong.deploy.session import Meeting
+    from furlong.reports import page
+    from furlong.runs import loop
+
+    finished = loop.run(settings, show, say, engine or Meeting)
+    page.build(finished.folder)
+    return finished
+
+
+def resume(
+    run_folder: str | PathLike[str],
+    overrides: Mapping[str, Any] | None = None,
+    show: Show | None = None,
+    say: Say = lambda _: None,
+    engine: Connect | None = None,
+) -> Run:
+    """Go on with an interrupted run: the result has the same bits as without interruption.
+
+    ``overrides``: settings that may be given anew, see ``furlong resume --help``.
+    """
+    from furlong.deploy.session import Meeting
+    from furlong.reports import page
+    from furlong.runs import loop
+
+    finished = loop.resume(run_folder, overrides, show, say, engine or Meeting)
+    page.build(finished.folder)
+    return finished

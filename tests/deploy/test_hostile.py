@@ -9,6 +9,7 @@ import math
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from test_remote import (  # noqa: F401
 
 from furlong.core.payload import pack_tensors, unpack
 from furlong.deploy.node import Own, Site
+from furlong.deploy.session import Meeting
 from furlong.engines import remote
 from furlong.engines.remote import Letter, question
 from furlong.errors import FurlongError
 from furlong.runs import loop
-from furlong.runs.prepare import told
+from furlong.runs.nodes import told
 
 NAMES = ["amber", "blue", "coral"]
 
@@ -79,7 +81,7 @@ def test_leak_state_folder(tmp_path: Path, scans: Path) -> None:
     made = owners(scans, tmp_path, NAMES)
     made[1].folder.mkdir()
     (made[1].folder / "runs").write_text("in the way")
-    loop.run(sites(tmp_path, "fedema"), wire=Direct(made, up=listen))
+    loop.run(sites(tmp_path, "fedema"), engine=partial(Meeting, wire=Direct(made, up=listen)))
     assert str(tmp_path) not in " ".join(said)
 
 
@@ -87,7 +89,11 @@ def test_hello_failed_reason_is_shown(tmp_path: Path, scans: Path) -> None:
     made = owners(scans, tmp_path, NAMES)
     made[1].own = Own(f"folder:{tmp_path / 'gone'}")
     said: list[str] = []
-    loop.run(sites(tmp_path, **{"flower.wait": 0.3}), say=said.append, wire=Direct(made))
+    loop.run(
+        sites(tmp_path, **{"flower.wait": 0.3}),
+        say=said.append,
+        engine=partial(Meeting, wire=Direct(made)),
+    )
     mine = [s for s in said if "take part" in s]
     assert not any("None images" in s for s in mine)
 
@@ -116,7 +122,9 @@ def hostile_hello(**changed: Any) -> Any:
 def test_hostile_hello(tmp_path: Path, scans: Path, changed: dict[str, Any]) -> None:
     said: list[str] = []
     wire = Direct(owners(scans, tmp_path, NAMES), up=hostile_hello(**changed))
-    loop.run(sites(tmp_path, **{"flower.wait": 0.3}), say=said.append, wire=wire)
+    loop.run(
+        sites(tmp_path, **{"flower.wait": 0.3}), say=said.append, engine=partial(Meeting, wire=wire)
+    )
     assert max(map(len, said)) < 5000
 
 
@@ -129,7 +137,9 @@ def test_hostile_late_join(tmp_path: Path, scans: Path) -> None:
             wire.away = set()
 
     wire.before = come
-    loop.run(sites(tmp_path, **{"flower.wait": 0.1, "rounds": 3}), wire=wire)
+    loop.run(
+        sites(tmp_path, **{"flower.wait": 0.1, "rounds": 3}), engine=partial(Meeting, wire=wire)
+    )
 
 
 def test_kept_for_ever(tmp_path: Path) -> None:
@@ -155,7 +165,7 @@ def test_kept_for_ever(tmp_path: Path) -> None:
     wire.sites[101].answer = lambda h, b=b"": (
         Site.answer(wire.sites[101], h, b) if h["kind"] == "hello" else ({}, b"")
     )  # type: ignore[method-assign]
-    loop.run(flower(tmp_path, **{"run.deadline": 10}), wire=wire)
+    loop.run(flower(tmp_path, **{"run.deadline": 10}), engine=partial(Meeting, wire=wire))
     assert sent[0] <= 4
 
 
@@ -176,7 +186,9 @@ def test_drip(tmp_path: Path) -> None:
     wire.sites[101].answer = lambda h, b=b"": (
         Site.answer(wire.sites[101], h, b) if h["kind"] == "hello" else ({}, b"")
     )  # type: ignore[method-assign]
-    loop.run(flower(tmp_path, **{"run.deadline": 5, "rounds": 1}), wire=wire)
+    loop.run(
+        flower(tmp_path, **{"run.deadline": 5, "rounds": 1}), engine=partial(Meeting, wire=wire)
+    )
     assert fetched[0] < 10
 
 
@@ -197,7 +209,7 @@ def test_hostile_shapes(tmp_path: Path, shape: list[int]) -> None:
         mine = body and unpack(bytearray(body)).client == 1
         return (header, bad) if mine else (header, body)
 
-    loop.run(flower(tmp_path), wire=Direct(parts(tmp_path), up=up))
+    loop.run(flower(tmp_path), engine=partial(Meeting, wire=Direct(parts(tmp_path), up=up)))
 
 
 # ------------------------------------------------------------- identity
@@ -220,7 +232,7 @@ def test_restarted_node_with_a_new_id_is_taken_when_the_old_one_goes(
 
     wire.before = swap
     said: list[str] = []
-    loop.run(flower(tmp_path, rounds=7), say=said.append, wire=wire)
+    loop.run(flower(tmp_path, rounds=7), say=said.append, engine=partial(Meeting, wire=wire))
     assert not failures(tmp_path)[-1]
 
 
@@ -255,8 +267,10 @@ def test_resume_of_sites_waits_for_all(tmp_path: Path, scans: Path) -> None:
 
     wire.before = kill
     with pytest.raises(Killed):
-        loop.run(sites(tmp_path, "fedema"), wire=wire)
-    loop.resume(tmp_path / "run", wire=Slow(owners(scans, tmp_path, NAMES)))
+        loop.run(sites(tmp_path, "fedema"), engine=partial(Meeting, wire=wire))
+    loop.resume(
+        tmp_path / "run", engine=partial(Meeting, wire=Slow(owners(scans, tmp_path, NAMES)))
+    )
     assert failures(tmp_path) == [[], []]
 
 
@@ -284,20 +298,26 @@ def test_resume_after_late_join_killed_between_two_files(
     wire.before = come
     monkeypatch.setattr(RunFolder, "write", killed)
     with pytest.raises(Killed):
-        loop.run(sites(tmp_path, **{"flower.wait": 0.1, "rounds": 4}), wire=wire)
+        loop.run(
+            sites(tmp_path, **{"flower.wait": 0.1, "rounds": 4}), engine=partial(Meeting, wire=wire)
+        )
     monkeypatch.setattr(RunFolder, "write", write)
-    loop.resume(tmp_path / "run", wire=Direct(owners(scans, tmp_path, NAMES)))
+    loop.resume(
+        tmp_path / "run", engine=partial(Meeting, wire=Direct(owners(scans, tmp_path, NAMES)))
+    )
 
 
 def test_failed_start_leaves_nothing(tmp_path: Path, scans: Path) -> None:
     wire = Direct(owners(scans, tmp_path, NAMES))
     wire.away = {100}
     with pytest.raises(FurlongError, match="needs labels"):
-        loop.run(sites(tmp_path, "fedavg", **{"flower.wait": 0.1}), wire=wire)
+        loop.run(
+            sites(tmp_path, "fedavg", **{"flower.wait": 0.1}), engine=partial(Meeting, wire=wire)
+        )
     wire.away = set()
     assert not (tmp_path / "run" / "federation.json").exists()
     again = Direct(owners(scans, tmp_path, NAMES))
-    loop.run(sites(tmp_path, "fedu"), wire=again)
+    loop.run(sites(tmp_path, "fedu"), engine=partial(Meeting, wire=again))
     first = {
         h["client"] for _, h, _ in again.sent if h["kind"] == "work" and not h["exchange"]["round"]
     }
@@ -321,7 +341,7 @@ def test_state_of_an_abandoned_time(tmp_path: Path) -> None:
     b.mkdir()
     wire = Direct(parts(a))
     gone(wire)
-    one = weights(loop.run(flower(a, "fedema", **opts), wire=wire))
+    one = weights(loop.run(flower(a, "fedema", **opts), engine=partial(Meeting, wire=wire)))
     fa = failures(a)
     wire = Direct(parts(b))
     saved = loop.checkpoint.save
@@ -334,7 +354,7 @@ def test_state_of_an_abandoned_time(tmp_path: Path) -> None:
     loop.checkpoint.save = dying
     try:
         with pytest.raises(Killed):
-            loop.run(flower(b, "fedema", **opts), wire=wire)
+            loop.run(flower(b, "fedema", **opts), engine=partial(Meeting, wire=wire))
     finally:
         loop.checkpoint.save = saved
     wire = Direct(parts(b))
@@ -345,7 +365,7 @@ def test_state_of_an_abandoned_time(tmp_path: Path) -> None:
             wire.away = set()
 
     wire.before = before
-    two = weights(loop.resume(b / "run", wire=wire))
+    two = weights(loop.resume(b / "run", engine=partial(Meeting, wire=wire)))
     assert [[f["client"] for f in line] for line in fa] == [
         [f["client"] for f in line] for line in failures(b)
     ]
@@ -369,7 +389,9 @@ def test_lost_answers_do_not_move_the_state(tmp_path: Path) -> None:
             else (header, body)
         )
 
-    one = weights(loop.run(flower(a, "fedema", **opts), wire=Direct(parts(a), down)))
+    one = weights(
+        loop.run(flower(a, "fedema", **opts), engine=partial(Meeting, wire=Direct(parts(a), down)))
+    )
     lost: list[bool] = [False]
 
     def note(header: dict[str, Any], body: bytes) -> Any:
@@ -381,7 +403,11 @@ def test_lost_answers_do_not_move_the_state(tmp_path: Path) -> None:
     def up(header: dict[str, Any], body: bytes) -> Any:  # the answer never arrives
         return None if lost[0] else (header, body)
 
-    two = weights(loop.run(flower(b, "fedema", **opts), wire=Direct(parts(b), note, up)))
+    two = weights(
+        loop.run(
+            flower(b, "fedema", **opts), engine=partial(Meeting, wire=Direct(parts(b), note, up))
+        )
+    )
     assert failures(a) == failures(b)
     assert one == two
 
@@ -395,7 +421,9 @@ def test_state_loss_is_told(tmp_path: Path) -> None:
 
     wire.before = lose
     said: list[str] = []
-    loop.run(flower(tmp_path, "fedema", rounds=3), say=said.append, wire=wire)
+    loop.run(
+        flower(tmp_path, "fedema", rounds=3), say=said.append, engine=partial(Meeting, wire=wire)
+    )
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
     assert [line["clients"][str(k)].get("state_lost") for k in range(3)] == [1.0] * 3
 
@@ -423,7 +451,7 @@ def test_images_change_without_a_hello(tmp_path: Path, scans: Path, change: int)
             wire.sites[101] = owners(scans, tmp_path, ["blue"])[0]
 
     wire.before = before
-    loop.run(sites(tmp_path), wire=wire)
+    loop.run(sites(tmp_path), engine=partial(Meeting, wire=wire))
     assert "20" in failures(tmp_path)[1][0]["reason"]
 
 
@@ -527,7 +555,7 @@ def test_encoder_of_a_hostile_server_runs_no_code(tmp_path: Path, scans: Path) -
 )
 def test_sites_with(tmp_path: Path, scans: Path, options: dict[str, Any]) -> None:
     wire = Direct(owners(scans, tmp_path, NAMES))
-    loop.run(sites(tmp_path, "fedu", **options), wire=wire)
+    loop.run(sites(tmp_path, "fedu", **options), engine=partial(Meeting, wire=wire))
     assert not any(failures(tmp_path))
 
 
@@ -535,7 +563,7 @@ def test_sites_with(tmp_path: Path, scans: Path, options: dict[str, Any]) -> Non
 def test_sites_cannot(tmp_path: Path, scans: Path, options: dict[str, Any]) -> None:
     wire = Direct(owners(scans, tmp_path, NAMES))
     with pytest.raises(FurlongError, match="data = sites"):
-        loop.run(sites(tmp_path, "fedu", **options), wire=wire)
+        loop.run(sites(tmp_path, "fedu", **options), engine=partial(Meeting, wire=wire))
     assert not any(header["kind"] == "work" for _, header, _ in wire.sent)
 
 
@@ -553,5 +581,5 @@ def test_answers_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return whole(self)
 
     monkeypatch.setattr(remote._Talks, "_hear", look)
-    loop.run(flower(tmp_path), wire=Direct(parts(tmp_path)))
+    loop.run(flower(tmp_path), engine=partial(Meeting, wire=Direct(parts(tmp_path))))
     assert max(held) == 1, max(held)

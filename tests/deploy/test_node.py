@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from conftest import tiny
 from test_remote import Direct, failures, flower, hello, in_process, parts, weights
 
 from furlong.deploy.node import Own, Site, StateFiles, without_paths
+from furlong.deploy.session import Meeting
 from furlong.runs import loop
 from furlong.runs.config import from_tree
-from furlong.runs.prepare import told
+from furlong.runs.nodes import told
 
 BAD = """
 import os, signal, time
@@ -51,7 +53,7 @@ def test_one_bad_node(tmp_path: Path, how: str, kind: str, reason: str) -> None:
     options = {"rounds": 3, "method.how": how, "run.deadline": 20}
     settings = flower(tmp_path, f"{tmp_path / 'bad.py'}:Bad", **options)
     sites = parts(tmp_path, isolate=True, code=True)
-    loop.run(settings, wire=Direct(sites))
+    loop.run(settings, engine=partial(Meeting, wire=Direct(sites)))
     found = failures(tmp_path)
     assert [[f["client"] for f in line] for line in found] == [[], [2], []]
     assert found[1][0]["kind"] == kind
@@ -59,7 +61,10 @@ def test_one_bad_node(tmp_path: Path, how: str, kind: str, reason: str) -> None:
 
 
 def test_isolated_clients_give_the_same_bits(tmp_path: Path) -> None:
-    run = loop.run(flower(tmp_path, "fedema"), wire=Direct(parts(tmp_path, isolate=True)))
+    run = loop.run(
+        flower(tmp_path, "fedema"),
+        engine=partial(Meeting, wire=Direct(parts(tmp_path, isolate=True))),
+    )
     assert weights(run) == in_process(tmp_path, "fedema")
 
 
@@ -71,7 +76,7 @@ def test_a_full_disk_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     put = StateFiles.put
     monkeypatch.setattr(StateFiles, "put", full)
-    loop.run(flower(tmp_path, "fedema"), wire=Direct(parts(tmp_path)))
+    loop.run(flower(tmp_path, "fedema"), engine=partial(Meeting, wire=Direct(parts(tmp_path))))
     for line in failures(tmp_path):
         assert [(f["client"], "No space left" in f["reason"]) for f in line] == [(2, True)]
 
@@ -113,7 +118,7 @@ def test_lossy_transport(tmp_path: Path, encoding: str) -> None:
 
     wire = Direct(parts(tmp_path), up=listen)
     options = {"flower.encoding": encoding, "rounds": 3, "optimiser.lr": 0.01}
-    lossy = loop.run(flower(tmp_path, **options), wire=wire)
+    lossy = loop.run(flower(tmp_path, **options), engine=partial(Meeting, wire=wire))
     exact_sizes: list[int] = []
 
     def measure(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -122,7 +127,7 @@ def test_lossy_transport(tmp_path: Path, encoding: str) -> None:
 
     exact = Direct(parts(tmp_path / "again"), up=measure)
     same = {k: v for k, v in options.items() if k != "flower.encoding"}
-    run = loop.run(flower(tmp_path / "exact", **same), wire=exact)
+    run = loop.run(flower(tmp_path / "exact", **same), engine=partial(Meeting, wire=exact))
     assert max(up) < max(exact_sizes) * {"float16": 0.56, "int8": 0.32}[encoding]
     assert kept
     ours, theirs = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 import furlong
 from furlong.core.payload import unpack
 from furlong.deploy.node import Own, Site
+from furlong.deploy.session import Meeting
 from furlong.engines.remote import Letter
 from furlong.errors import FurlongError
 from furlong.runs import loop
@@ -74,7 +76,7 @@ def in_process(tmp_path: Path, method: str = "fedsimclr", **options: Any) -> str
 
 @pytest.mark.parametrize("method", ["fedu", "fedca", "mfcl", "fcl", "fedema"])
 def test_same_bits_as_in_process(tmp_path: Path, method: str) -> None:
-    run = loop.run(flower(tmp_path, method), wire=Direct(parts(tmp_path)))
+    run = loop.run(flower(tmp_path, method), engine=partial(Meeting, wire=Direct(parts(tmp_path))))
     assert weights(run) == in_process(tmp_path, method)
     assert not list(tmp_path.glob("node*/runs/*"))  # the run has ended: nodes forget its state
 
@@ -91,7 +93,7 @@ def test_slices(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(remote.Remote, "__init__", small)
     wire = Direct(parts(tmp_path))
-    run = loop.run(flower(tmp_path, method), wire=wire)
+    run = loop.run(flower(tmp_path, method), engine=partial(Meeting, wire=wire))
     assert weights(run) == in_process(tmp_path, method)
     kinds = [header["kind"] for _, header, _ in wire.sent]
     assert kinds.count("fetch") > 10
@@ -108,7 +110,7 @@ def test_every_node_restarts_between_rounds(tmp_path: Path) -> None:
 
     wire.before = restart
     settings = flower(tmp_path, "fedema", **{"optimiser.persist": True})
-    run = loop.run(settings, wire=wire)
+    run = loop.run(settings, engine=partial(Meeting, wire=wire))
     assert weights(run) == in_process(tmp_path, "fedema", **{"optimiser.persist": True})
 
 
@@ -122,7 +124,7 @@ def test_state_left_behind_is_noticed_by_bits(tmp_path: Path) -> None:
                 path.unlink()
 
     wire.before = lose
-    run = loop.run(flower(tmp_path, "fedema"), wire=wire)
+    run = loop.run(flower(tmp_path, "fedema"), engine=partial(Meeting, wire=wire))
     assert weights(run) != in_process(tmp_path, "fedema")
 
 
@@ -145,9 +147,9 @@ def test_server_killed_at_any_message_goes_on_with_the_same_bits(
     wire.before = kill
     settings = flower(tmp_path, method, **{"optimiser.persist": True})
     with suppress(Killed):
-        loop.run(settings, wire=wire)
+        loop.run(settings, engine=partial(Meeting, wire=wire))
     again = Direct(parts(tmp_path))
-    run = loop.resume(tmp_path / "run", wire=again)
+    run = loop.resume(tmp_path / "run", engine=partial(Meeting, wire=again))
     assert weights(run) == in_process(tmp_path, method, **{"optimiser.persist": True})
 
 
@@ -169,7 +171,7 @@ def test_a_node_that_is_away_and_comes_back(tmp_path: Path) -> None:
             wire.away = set()
 
     wire.before = away
-    run = loop.run(flower(tmp_path, rounds=4), wire=wire)
+    run = loop.run(flower(tmp_path, rounds=4), engine=partial(Meeting, wire=wire))
     assert run.summary["failures"] == 1
     lost = [[f["client"] for f in line] for line in failures(tmp_path)]
     assert lost == [[], [2], [], []]
@@ -188,7 +190,7 @@ def test_a_late_node_joins(tmp_path: Path) -> None:
 
     wire.before = come
     settings = flower(tmp_path, **{"flower.wait": 0.1, "rounds": 3})
-    loop.run(settings, wire=wire)
+    loop.run(settings, engine=partial(Meeting, wire=wire))
     assert [[f["client"] for f in line] for line in failures(tmp_path)] == [[1], [], []]
 
 
@@ -198,7 +200,7 @@ def test_a_silent_node_is_given_up_at_the_deadline(tmp_path: Path) -> None:
         return None if stuck and header["exchange"]["round"] == 1 else (header, body)
 
     settings = flower(tmp_path, **{"run.deadline": 10, "rounds": 3})
-    loop.run(settings, wire=Direct(parts(tmp_path), silent))
+    loop.run(settings, engine=partial(Meeting, wire=Direct(parts(tmp_path), silent)))
     found = failures(tmp_path)
     assert [len(line) for line in found] == [0, 1, 0]
     assert found[1][0] == {"client": 1, "kind": "lost", "reason": "no answer within 10 s"}
@@ -207,7 +209,7 @@ def test_a_silent_node_is_given_up_at_the_deadline(tmp_path: Path) -> None:
 def test_too_few_nodes(tmp_path: Path) -> None:
     settings = flower(tmp_path, **{"flower.wait": 0.1, "train.min_clients": 3})
     with pytest.raises(FurlongError, match="min_clients"):
-        loop.run(settings, wire=Direct(parts(tmp_path, 2)))
+        loop.run(settings, engine=partial(Meeting, wire=Direct(parts(tmp_path, 2))))
 
 
 def test_a_bad_answer_is_refused_and_the_round_goes_on(tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_a_bad_answer_is_refused_and_the_round_goes_on(tmp_path: Path) -> None:
         return header, body
 
     old: list[bytes] = []
-    loop.run(flower(tmp_path), wire=Direct(parts(tmp_path), up=replay))
+    loop.run(flower(tmp_path), engine=partial(Meeting, wire=Direct(parts(tmp_path), up=replay)))
     found = failures(tmp_path)
     assert [len(line) for line in found] == [0, 1]
     assert found[1][0]["kind"] == "refused"
@@ -244,7 +246,7 @@ def test_nonsense(tmp_path: Path, header: dict[str, Any], body: bytes, reason: s
         mine = sent and unpack(bytearray(sent)).client == 1
         return (header, body) if mine else (said, sent)
 
-    loop.run(flower(tmp_path), wire=Direct(parts(tmp_path), up=nonsense))
+    loop.run(flower(tmp_path), engine=partial(Meeting, wire=Direct(parts(tmp_path), up=nonsense)))
     for line in failures(tmp_path):
         assert [f["client"] for f in line] == [1]
         assert reason in line[0]["reason"]
@@ -255,7 +257,7 @@ def test_nonsense(tmp_path: Path, header: dict[str, Any], body: bytes, reason: s
 
 def hello(**changed: Any) -> dict[str, Any]:
     from furlong.engines.remote import question
-    from furlong.runs.prepare import told
+    from furlong.runs.nodes import told
 
     return {**question("ab" * 16, told(tiny("fedsimclr"))), "kind": "hello", **changed}
 
@@ -353,7 +355,7 @@ def test_own_images_give_the_bits_of_one_folder_per_client(
 ) -> None:
     extra = {"method.server_epochs": 1} if method == "mfcl" else {}
     wire = Direct(owners(scans, tmp_path, ["coral", "amber", "blue"]))
-    run = loop.run(sites(tmp_path, method, **extra), wire=wire)
+    run = loop.run(sites(tmp_path, method, **extra), engine=partial(Meeting, wire=wire))
     together = {"data": f"folder:{scans}", "partition": "natural", "data.image_size": 16}
     options = {"method": method, "rounds": 2, "batch_size": 8, "train.server_threads": 1, **extra}
     out = {"out": str(tmp_path / "together"), "workers": 1, "data.augment": "fedu"}
@@ -373,7 +375,7 @@ def test_no_path_and_no_image_reaches_the_server(tmp_path: Path, scans: Path) ->
         return header, body
 
     wire = Direct(owners(scans, tmp_path, ["amber", "blue", "coral"]), up=listen)
-    loop.run(sites(tmp_path), wire=wire)
+    loop.run(sites(tmp_path), engine=partial(Meeting, wire=wire))
     words = " ".join(json.dumps(header) for header, _ in said)
     assert "scans" not in words
     assert ".png" not in words
@@ -385,7 +387,7 @@ def test_no_path_and_no_image_reaches_the_server(tmp_path: Path, scans: Path) ->
 
 def test_every_site_gets_the_encoder(tmp_path: Path, scans: Path) -> None:
     wire = Direct(owners(scans, tmp_path, ["amber", "blue", "coral"]))
-    run = loop.run(sites(tmp_path), wire=wire)
+    run = loop.run(sites(tmp_path), engine=partial(Meeting, wire=wire))
     learnt = (run.folder / "encoder.safetensors").read_bytes()
     for name in ("amber", "blue", "coral"):
         (folder,) = (tmp_path / name / "encoders").iterdir()
@@ -403,7 +405,7 @@ def test_a_site_joins_between_rounds(tmp_path: Path, scans: Path) -> None:
 
     wire.before = come
     settings = sites(tmp_path, **{"flower.wait": 0.1, "rounds": 4})
-    run = loop.run(settings, wire=wire)
+    run = loop.run(settings, engine=partial(Meeting, wire=wire))
     asked = [(h["exchange"]["round"], h["client"]) for _, h, _ in wire.sent if h["kind"] == "work"]
     assert asked == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
     assert run.summary["clients"] == 3
@@ -424,7 +426,7 @@ def test_a_site_that_would_change_the_plan_waits_for_the_next_run(
     wire.before = come
     said: list[str] = []
     settings = sites(tmp_path, "mfcl", **{"flower.wait": 0.1, "method.server_epochs": 1})
-    loop.run(settings, say=said.append, wire=wire)
+    loop.run(settings, say=said.append, engine=partial(Meeting, wire=wire))
     assert any("can join the next run" in text for text in said)
 
 
@@ -433,7 +435,7 @@ def test_sites_that_do_not_fit(tmp_path: Path, scans: Path) -> None:
     wire.names = {100: "amber", 101: "amber", 102: "coral"}  # a second key of the same name
     said: list[str] = []
     settings = sites(tmp_path, **{"flower.wait": 0.2, "train.min_clients": 2})
-    run = loop.run(settings, say=said.append, wire=wire)
+    run = loop.run(settings, say=said.append, engine=partial(Meeting, wire=wire))
     assert run.summary["clients"] == 2
     assert any("began the run with 8 images and now has 20" in text for text in said)
     assert any("no images of its own" in text for text in said)
@@ -442,11 +444,11 @@ def test_sites_that_do_not_fit(tmp_path: Path, scans: Path) -> None:
 def test_labels_cannot_be_asked_of_sites(tmp_path: Path, scans: Path) -> None:
     wire = Direct(owners(scans, tmp_path, ["amber", "blue", "coral"]))
     with pytest.raises(FurlongError, match="needs labels"):
-        loop.run(sites(tmp_path, "fedavg"), wire=wire)
+        loop.run(sites(tmp_path, "fedavg"), engine=partial(Meeting, wire=wire))
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
 @pytest.mark.parametrize("left_out", ["clients", "data.image_size"])
 def test_what_a_run_of_sites_must_say(tmp_path: Path, left_out: str) -> None:
     with pytest.raises(FurlongError, match=left_out.split(".")[-1]):
-        loop.run(sites(tmp_path, **{left_out: None}), wire=Direct([]))
+        loop.run(sites(tmp_path, **{left_out: None}), engine=partial(Meeting, wire=Direct([])))

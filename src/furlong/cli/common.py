@@ -23,7 +23,8 @@ from furlong.words import duration, size
 
 if TYPE_CHECKING:
     from furlong.data.folder import Skipped
-    from furlong.runs.loop import Run, Status
+    from furlong.runs.loop import Run
+    from furlong.runs.observers import Status
 
 # no emoji: "dirichlet:A:MIN" is not one, nor is a path with colons
 console = Console(highlight=False, emoji=False)

@@ -13,8 +13,9 @@ from furlong.cli.common import console
 from furlong.cli.options import with_settings
 from furlong.core.payload import Traffic
 from furlong.errors import FurlongError
-from furlong.runs import config, prepare
-from furlong.runs.cost import Cost, predict
+from furlong.runs import config
+from furlong.runs.cost import Cost, predict, without_data
+from furlong.runs.prepare import prepare
 from furlong.words import size
 
 
@@ -45,9 +46,9 @@ def cost(
     if resolved.run.bound != "none":
         raise FurlongError(f"bound = {resolved.run.bound}: nothing is sent to anybody.")
     if sizes is None:
-        server = prepare.prepare(resolved).server
+        server = prepare(resolved).server
     else:
-        server = prepare.without_data(resolved, _sizes(sizes), 3, resolved.data.image_size or 32)
+        server = without_data(resolved, _sizes(sizes), 3, resolved.data.image_size or 32)
     kinds: dict[str, list[Cost]] = {}
     for item in predict(server):
         kinds.setdefault(item.exchange.kind, []).append(item)

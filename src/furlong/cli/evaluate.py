@@ -12,7 +12,7 @@ from rich.table import Table
 
 from furlong.cli.common import console, err
 from furlong.cli.options import in_sections, with_settings
-from furlong.runs import measure
+from furlong.runs import evaluate as evaluating
 
 
 @with_settings(in_sections("data", "evaluate", "run"))
@@ -52,9 +52,9 @@ def evaluate(
         def tell(text: str, done: int, total: int) -> None:
             progress.update(task, description=text, completed=done, total=total)
 
-        rows = measure.evaluate(
+        rows = evaluating.evaluate(
             place,
-            measure.settings_of(place, settings),
+            evaluating.settings_of(place, settings),
             protocols,
             random=random,
             tell=tell,

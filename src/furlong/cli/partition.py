@@ -11,7 +11,9 @@ from rich.table import Table
 
 from furlong.cli.common import console, err
 from furlong.cli.options import in_sections, with_settings
-from furlong.runs import config, prepare
+from furlong.runs import config
+from furlong.runs.datasets import load_data
+from furlong.runs.split import describe_partition, split_data
 
 
 @with_settings(in_sections("data", "run.seed"))
@@ -31,8 +33,8 @@ def partition(
         Print JSON.
     """
     resolved = config.load(None, settings)
-    train, _, notes = prepare.load_data(resolved)
-    about = prepare.describe_partition(train, prepare.split_data(resolved, train))
+    train, _, notes = load_data(resolved)
+    about = describe_partition(train, split_data(resolved, train))
     for note in notes:
         err.print(note, markup=False)
     if figure is not None:

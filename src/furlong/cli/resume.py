@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+import furlong
 from furlong.cli.common import print_run, watching
 from furlong.cli.options import with_settings
-from furlong.runs import loop
 
 
 @with_settings(lambda _, fact: fact.resume)
@@ -24,5 +24,5 @@ def resume(folder: Annotated[Path, Parameter(name="RUN")], /, *, settings: dict[
         The run's folder.
     """
     with watching() as (show, say):
-        finished = loop.resume(folder, settings, show, say)
+        finished = furlong.resume(folder, settings, show, say)
     print_run(finished)

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+import furlong
 from furlong.cli.common import print_run, watching
 from furlong.cli.options import with_settings
-from furlong.runs import config, loop
+from furlong.runs import config
 
 
 @with_settings()
@@ -29,5 +30,5 @@ def run(
         A TOML file; options override it.
     """
     with watching() as (show, say):
-        finished = loop.run(config.load(config_file, settings), show, say)
+        finished = furlong.run_config(config.load(config_file, settings), show, say)
     print_run(finished)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any
@@ -492,24 +493,26 @@ _SITES: dict[tuple[str | None, Any], Site] = {}
 @server_app.main()
 def _main(grid: Grid, context: Context) -> None:
     """The server of ``flwr run``: the run folder is on the SuperLink's machine."""
-    from furlong.runs import config, loop
+    from furlong.deploy.session import Meeting
+    from furlong.runs import config
+    from furlong.runs.observers import Status
 
     given = dict(context.run_config)
     resume = str(given.pop("resume", "") or "")
     say: Callable[[str], None] = lambda text: print(text, flush=True)  # noqa: E731
 
-    def show(status: loop.Status) -> None:
+    def show(status: Status) -> None:
         say(
             f"exchange {status.done} of {status.total}" + "".join(f"\n{f}" for f in status.failures)
         )
 
-    wire = GridWire(grid)
+    engine = partial(Meeting, wire=GridWire(grid))
     if resume:
-        loop.resume(resume, {}, show, say, wire)
+        furlong.resume(resume, {}, show, say, engine)
         return
     values = {key: value for key, value in given.items() if value != ""}
     settings = config.from_tree({}, {**values, "run.engine": "flower"}, "the app's configuration")
-    loop.run(settings, show, say, wire)
+    furlong.run_config(settings, show, say, engine)
 
 
 def bundle(settings: Mapping[str, Mapping[str, Any]]) -> str:

@@ -37,15 +37,9 @@ from furlong.engines.inprocess import InProcess, can_fork, describe
 from furlong.engines.remote import PROTOCOL
 from furlong.errors import FurlongError
 from furlong.runs.config import Config, all_facts, from_tree, without_none
+from furlong.runs.datasets import SITES, skipped
 from furlong.runs.folder import RunFolder
-from furlong.runs.prepare import (
-    SITES,
-    Participant,
-    own_size,
-    participate,
-    skipped,
-    told,
-)
+from furlong.runs.nodes import Participant, own_size, participate, told
 from furlong.words import size
 
 _PATH = re.compile(r"'[^'\n]*/[^'\n]*'|\"[^\"\n]*/[^\"\n]*\"|[^\s'\"(]*/[^\s'\")]*")

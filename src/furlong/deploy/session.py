@@ -17,16 +17,11 @@ from furlong.engines.remote import DAY, Remote, Roster, Wire, question
 from furlong.errors import FurlongError
 from furlong.runs import checkpoint
 from furlong.runs.config import Config
+from furlong.runs.datasets import SITES
 from furlong.runs.folder import RunFolder
-from furlong.runs.prepare import (
-    SITES,
-    Members,
-    Prepared,
-    describe_partition,
-    fingerprint,
-    own_size,
-    told,
-)
+from furlong.runs.nodes import Members, own_size, told
+from furlong.runs.prepare import Prepared
+from furlong.runs.split import describe_partition, fingerprint
 
 MOST = 10_000_000  # images that a site may claim: it counts for as many in the mean
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
@@ -36,7 +31,11 @@ class Meeting:
     """Server and nodes of one run; use it as a context manager."""
 
     def __init__(
-        self, settings: Config, folder: RunFolder, say: Callable[[str], None], wire: Wire | None
+        self,
+        settings: Config,
+        folder: RunFolder,
+        say: Callable[[str], None],
+        wire: Wire | None = None,
     ) -> None:
         self._settings, self._folder, self._say, self._wire = settings, folder, say, wire
         saved = folder.read("federation.json", {"run": str, "sites": list}) or {}
@@ -171,7 +170,7 @@ class Meeting:
 
     # ------------------------------------------------------------ the engine
 
-    def transport(self, prepared: Prepared) -> Remote:
+    def engine(self, prepared: Prepared) -> Remote:
         """The engine of the run, after its nodes have been waited for."""
         self._prepared, settings = prepared, prepared.config
         clients = prepared.federation.clients

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 import furlong
 from furlong.core.context import Exchange
-from furlong.core.exchange import Downloads, Failure
+from furlong.core.exchange import Downloads, Engine, Failure
 from furlong.core.method import Report
 from furlong.core.payload import PayloadError, pack, payload, unpack
 from furlong.engines.codec import How, decode, encode
@@ -153,8 +153,8 @@ class Since:
 
 
 @dataclass
-class Remote:
-    """A :class:`furlong.rounds.Transport` to clients behind a :class:`Wire`."""
+class Remote(Engine):
+    """An engine to clients behind a :class:`Wire`."""
 
     wire: Wire
     roster: Roster
@@ -168,12 +168,6 @@ class Remote:
     encoding: How = "exact"
     since: dict[int, Since] = field(default_factory=dict)  # client -> its last answer
     kept: dict[int, bool] = field(default_factory=dict)  # client -> whether it keeps a state
-
-    def __enter__(self) -> Remote:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass  # whoever made the wire closes it
 
     def states(self) -> Iterator[tuple[int, Any]]:
         """Which of the states that nodes keep is each client's; the states stay there."""
@@ -207,17 +201,20 @@ class Remote:
                 found = replace(found, reason=f"{name}: {found.reason}")
             yield client, found
 
-    def finish(self, result: Any) -> None:
+    def finish(self, encoder: Any) -> None:
         """The run is over: give every node the encoder, and leave to forget its state."""
         header = {**self.question, "kind": "end"}
         tickets = {
-            self.wire.send(node, {**header, "client": client}, bytes(result), 60.0)
+            self.wire.send(node, {**header, "client": client}, bytes(encoder), 60.0)
             for client, node in self.roster.nodes.items()
         }
         end = time.monotonic() + 30.0
         while tickets and time.monotonic() < end:
             tickets -= {letter.ticket for letter in self.wire.receive(list(tickets))}
             time.sleep(0.1)
+
+    def close(self) -> None:
+        """Nothing: whoever made the wire closes it."""
 
 
 @dataclass

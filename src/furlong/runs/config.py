@@ -312,6 +312,13 @@ def is_place(name: str) -> bool:
     return fact is not None and fact.role == "place"
 
 
+def resumable(config: Config) -> dict[str, Any]:
+    """The settings, by ``section.key``, that may be given anew when a run goes on."""
+    tree = asdict(config)
+    names = [name.split(".") for name, fact in all_facts().items() if fact.resume]
+    return {f"{section}.{key}": tree[section][key] for section, key in names}
+
+
 def load(source: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Defaults, then the TOML file, then ``section.key`` overrides; fields and values checked."""
     tree = {} if source is None else read(source)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from furlong.errors import FurlongError
-from furlong.evaluation import RECIPES, features, knn, knn_predict, linear_probe
+from furlong.evaluation.angles import angles
+from furlong.evaluation.features import features
+from furlong.evaluation.knn import knn, knn_predict
+from furlong.evaluation.linear import RECIPES, linear_probe
 from furlong.nn.encoders import build_encoder
 
 
@@ -160,11 +163,11 @@ def test_default_probe_ignores_scale_and_survives_collapse() -> None:
 
 def test_schedules() -> None:
     moco, orchestra = RECIPES["moco"], RECIPES["orchestra"]
-    assert [moco.lr_at(e) for e in (0, 59, 60, 79, 80)] == pytest.approx([30, 30, 3, 3, 0.3])
-    assert orchestra.lr_at(0) == 30
-    assert orchestra.lr_at(25) == pytest.approx(15)
-    assert 0 < orchestra.lr_at(49) < 0.05
-    assert RECIPES["fedca"].lr_at(99) == 1e-3
+    assert [moco.decay(e) for e in (0, 59, 60, 79, 80)] == pytest.approx([1, 1, 0.1, 0.1, 0.01])
+    assert orchestra.decay(0) == 1
+    assert orchestra.decay(25) == pytest.approx(0.5)
+    assert 0 < orchestra.decay(49) < 0.05 / 30
+    assert RECIPES["fedca"].decay(99) == 1
 
 
 @pytest.mark.parametrize("evaluate", [knn, linear_probe])
@@ -198,3 +201,17 @@ def test_a_probe_that_diverged_has_no_accuracy() -> None:
     (x, y), (test, wanted) = blobs(40, spread=9), blobs(12, spread=9)
     with pytest.raises(FurlongError, match="the linear probe diverged"):
         linear_probe(x, y, test, wanted, recipe="moco", lr=1e38)
+
+
+def test_angles() -> None:
+    h = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
+    turn = math.radians(20)
+    rotation = torch.tensor([[math.cos(turn), math.sin(turn)], [-math.sin(turn), math.cos(turn)]])
+    assert angles(h, h).abs().max() == 0
+    assert torch.allclose(angles(h, 3 * h), torch.zeros(50, dtype=torch.float64), atol=1e-5)
+    twenty = torch.full((50,), 20.0, dtype=torch.float64)
+    assert torch.allclose(angles(h, h @ rotation), twenty, atol=1e-4)
+    assert torch.allclose(angles(h, -h), twenty * 9)
+    assert angles(torch.zeros(1, 2), torch.ones(1, 2)).item() == pytest.approx(90)
+    with pytest.raises(FurlongError, match="one shape"):
+        angles(h, h[:4])
