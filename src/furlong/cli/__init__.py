@@ -5,7 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from furlong.cli import asking, comparing, deploying, federating, measuring, training, using
+from furlong.cli import (
+    asking,
+    comparing,
+    deploying,
+    federating,
+    measuring,
+    papers,
+    training,
+    using,
+)
 from furlong.cli.common import app, dotted, err
 from furlong.errors import FurlongError
 
@@ -17,6 +26,7 @@ __all__ = [
     "federating",
     "main",
     "measuring",
+    "papers",
     "take_dotted",
     "training",
     "using",

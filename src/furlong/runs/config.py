@@ -18,6 +18,7 @@ from furlong.core.method import AnyMethod, Method
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.linear import RECIPES
 from furlong.methods import METHODS, Row
+from furlong.runs import papers
 
 T = TypeVar("T")
 Bound = Literal["none", "single", "pooled"]
@@ -168,7 +169,9 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
+    """The tables of a TOML file, or of a row of a paper (``paper:ADDRESS``)."""
+    if str(path).startswith(papers.PREFIX):
+        return papers.tree(str(path).removeprefix(papers.PREFIX))
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:

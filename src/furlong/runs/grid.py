@@ -21,7 +21,7 @@ from typing import Any
 from furlong.errors import FurlongError, nearest
 from furlong.reports import page
 from furlong.reports.tables import FREE, GRID
-from furlong.runs import config, loop
+from furlong.runs import config, loop, papers
 from furlong.runs.checkpoint import write_atomically
 from furlong.runs.config import Config
 from furlong.runs.folder import RunFolder
@@ -109,9 +109,12 @@ def _own(tree: Mapping[str, Any]) -> str:
 def _read(files: Sequence[Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Name -> the file's tables, and its [methods.NAME] apart."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    stems = [path.stem for path in files]
-    for path in files:
+    sources = papers.expand(files)
+    stems = [path.stem for path in sources]
+    for path in sources:
         name = path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}"
+        if str(path).startswith(papers.PREFIX):
+            name = str(path).removeprefix(papers.PREFIX).replace("/", "-")
         if name in found:
             raise FurlongError(f"two configurations are called {name}: rename {path}.")
         tree = config.read(path)
