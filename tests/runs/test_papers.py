@@ -10,6 +10,7 @@ import hashlib
 import json
 import tomllib
 from dataclasses import asdict
+from functools import cache
 from importlib import resources
 from itertools import product
 from pathlib import Path
@@ -234,6 +235,16 @@ def test_the_files_that_were_before_have_an_address_with_the_same_settings() -> 
 # ---------------------------------------------------------------- the numbers
 
 
+@cache
+def as_written(address: str) -> dict[str, Any]:
+    """The settings of a run as its folder has them."""
+    settings = asdict(load(address))
+    settings["data"]["clients"] = client_count(load(address))
+    if address.endswith("pct"):  # the clients tune random weights
+        settings["method"]["name"] = "random"
+    return settings
+
+
 def test_printed_numbers_belong_to_their_address() -> None:
     """A number is found by its address and, beside a run with these settings, by the settings."""
     for row in printed.printed():
@@ -242,10 +253,7 @@ def test_printed_numbers_belong_to_their_address() -> None:
             continue
         paper = "fedca" if printed.QUOTED in row.note else row.paper.lower()
         assert row.address.startswith(f"{paper}/")
-        settings = asdict(load(row.address))
-        settings["data"]["clients"] = client_count(load(row.address))  # which a run writes down
-        if row.address.endswith("pct"):  # the clients tune random weights
-            settings["method"]["name"] = "random"
+        settings = as_written(row.address)
         protocol = {
             "semi_central": f"semi-{100 * row.labels:g}",
             "semi_federated": f"federated-{100 * row.labels:g}",
