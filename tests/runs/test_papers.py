@@ -33,6 +33,7 @@ CLASSES = {"cifar10": 10, "cifar100": 100, "mini_imagenet": 100, "fashion_mnist"
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "mini_imagenet": 50_000, "fashion_mnist": 60_000}
 
 
+@cache
 def load(address: str, **options: Any) -> config.Config:
     return config.load(Path(f"paper:{address}"), options)
 
