@@ -90,23 +90,10 @@ def expand(sources: Iterable[Path]) -> list[Path]:
     """Files as they are; ``paper:`` with a pattern becomes one source per address."""
     found: list[Path] = []
     for source in sources:
-        pattern = str(source)
-        if not pattern.startswith(PREFIX):
-            found.append(source)
-        elif fitting := addresses(pattern.removeprefix(PREFIX)):
-            found += [Path(PREFIX + address) for address in fitting]
-        else:
-            raise _unknown(pattern.removeprefix(PREFIX))
+        place = str(source)
+        fitting = addresses(place.removeprefix(PREFIX)) if place.startswith(PREFIX) else []
+        found += [Path(PREFIX + address) for address in fitting] or [source]
     return found
-
-
-def _unknown(address: str) -> FurlongError:
-    close = difflib.get_close_matches(address, rows(), n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return FurlongError(
-        f"no paper has the address {address!r}. {hint}'furlong papers' lists the papers and their "
-        "tables, 'furlong papers PAPER/TABLE' the addresses of a table."
-    )
 
 
 def tree(address: str) -> dict[str, dict[str, Any]]:
@@ -130,10 +117,15 @@ def settings(address: str) -> dict[str, dict[str, tuple[Any, str]]]:
 
 
 def find(address: str) -> Row:
-    """The row at an address."""
-    if address not in rows():
-        raise _unknown(address)
-    return rows()[address]
+    """The row at an address; the error names the nearest one."""
+    if address in rows():
+        return rows()[address]
+    close = difflib.get_close_matches(address, rows(), n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise FurlongError(
+        f"no paper has the address {address!r}. {hint}'furlong papers' lists the papers and their "
+        "tables, 'furlong papers PAPER/TABLE' the addresses of a table."
+    )
 
 
 def _layers(row: Row) -> Iterator[Layer]:
