@@ -64,6 +64,10 @@ COMMANDS = {  # name -> module:function, and the first line of its documentation
         "neighbours:neighbours",
         "Find the images most like one image; list them and, with --out, show them in a page.",
     ),
+    "papers": (
+        "papers:papers",
+        "List the papers' tables, the addresses of a table's rows, or the settings of one row.",
+    ),
     "certs": (
         "deploying:certs",
         "Make certificates and keys for a federation, and the configuration of nginx.",

@@ -18,6 +18,7 @@ from furlong.core.method import AnyMethod, Method
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.linear import RECIPES
 from furlong.methods import METHODS, Row
+from furlong.runs import papers
 from furlong.settings import Fact, check, facts, setting
 
 T = TypeVar("T")
@@ -326,7 +327,9 @@ def load(source: str | Path | None = None, overrides: Mapping[str, Any] | None =
 
 
 def read(source: str | Path) -> dict[str, Any]:
-    """The tables of what a user named as CONFIG: a TOML file."""
+    """The tables of what a user named as CONFIG: a TOML file, or a paper's row (``paper:…``)."""
+    if str(source).startswith(papers.PREFIX):
+        return papers.tree(str(source).removeprefix(papers.PREFIX))
     try:
         return tomllib.loads(Path(source).read_text())
     except OSError as error:

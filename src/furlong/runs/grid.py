@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import FurlongError, nearest
-from furlong.runs import config, loop
+from furlong.runs import config, loop, papers
 from furlong.runs.checkpoint import write_atomically
 from furlong.runs.config import Config
 from furlong.runs.datasets import load_data
@@ -111,10 +111,12 @@ def _own(tree: Mapping[str, Any]) -> str:
 def _read(files: Sequence[str | Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Name -> the file's tables, and its [methods.NAME] apart."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    paths = [Path(file) for file in files]
-    stems = [path.stem for path in paths]
-    for path in paths:
+    sources = papers.expand(files)
+    stems = [path.stem for path in sources]
+    for path in sources:
         name = path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}"
+        if str(path).startswith(papers.PREFIX):
+            name = str(path).removeprefix(papers.PREFIX).replace("/", "-")
         if name in found:
             raise FurlongError(f"two configurations are called {name}: rename {path}.")
         tree = config.read(path)
