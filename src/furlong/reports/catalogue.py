@@ -52,7 +52,7 @@ def entry(name: str, encoder: str = "resnet18") -> Entry:
     hints, meanings = get_type_hints(cls), _meanings(cls)
     options = tuple(
         Option(f.name, resolved[f.name], _kind(hints[f.name]), meanings.get(f.name, ""))
-        for f in fields(cls)  # type: ignore[arg-type]
+        for f in fields(cls)
     )
     wanted = {"labels": method.needs_labels, "public images": method.needs_public}
     return Entry(

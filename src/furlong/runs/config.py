@@ -223,7 +223,7 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
 def method_row(name: str) -> Row:
     """The row of the table, or a user's class as ``module:Class`` or ``file.py:Class``."""
     if ":" in name:
-        from furlong.nn.encoders import load_object
+        from furlong.plugins import load_object
 
         cls = load_object(name)
         if not (isinstance(cls, type) and issubclass(cls, Method)):
@@ -238,7 +238,7 @@ def _resolve_method(given: dict[str, Any], encoder: str, where: str) -> dict[str
     """The method's name and all its fields, written out."""
     name = str(given.pop("name"))
     row = method_row(name)
-    known = [f.name for f in fields(row.cls)]  # type: ignore[arg-type]
+    known = [f.name for f in fields(row.cls)]
     defaults = dict(row.fields)
     if encoder == "small":  # the papers' heads are forty times larger than this encoder
         defaults |= {key: value for key, value in SMALL_HEADS.items() if key in known}
