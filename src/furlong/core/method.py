@@ -33,7 +33,7 @@ from torch import nn
 from furlong.core.context import ClientContext, Exchange, ServerContext, Setup
 from furlong.core.payload import payload
 from furlong.core.weights import BatchNormPolicy
-from furlong.settings import facts, setting
+from furlong.settings import check, setting
 
 S = TypeVar("S")
 C = TypeVar("C")
@@ -86,8 +86,7 @@ class Method(ABC, Generic[S, C, D, U]):
 
     def __post_init__(self) -> None:
         """Refuse hyper-parameters outside of their bounds."""
-        for fact in facts(type(self)):
-            fact.check(getattr(self, fact.name), "method")
+        check(self, "method")
 
     @abstractmethod
     def init_server(self, ctx: ServerContext) -> S:

@@ -64,14 +64,18 @@ class FedDC(Projecting, OneModel[None]):
             bank = []
             for batch in ctx.batches(1):
                 z = project(net, batch)
-                both = z.flatten(0, 1)  # 2B×d
                 losses = [
-                    cluster_cross_entropy(both, c, a[batch.index].repeat(2), self.temperature)
-                    for c, a in clusters
+                    self.loss(z, centroids, assigned[batch.index])
+                    for centroids, assigned in clusters
                 ]
                 optimiser.step(torch.stack(losses).mean())
                 bank.append((batch.index, z.detach()))
         return Local(state, Model(snapshot(net)), optimiser.metrics())
+
+    def loss(self, z: Tensor, centroids: Tensor, assigned: Tensor) -> Tensor:
+        """Of projections 2×B×d of both views and the clusters of B images."""
+        both = z.flatten(0, 1)
+        return cluster_cross_entropy(both, centroids, assigned.repeat(2), self.temperature)
 
     def cluster(self, bank: Bank, ctx: ClientContext) -> list[tuple[Tensor, Tensor]]:
         """For every head the centroids P×d and each image's cluster, int64 n.

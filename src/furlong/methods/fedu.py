@@ -63,6 +63,7 @@ class FedU(Byol[State | None]):
         "From which divergence μ on a client keeps its own predictor; in the paper 0.4 for "
         "CIFAR-10 and 0.6 for CIFAR-100.",
         at_least=0,
+        infinite=True,
     )
     divergence: Literal["mean_conv_l2", "sq_l2"] = setting(
         "mean_conv_l2", "How the divergence is measured: as in EasyFL, or as the paper writes it."
