@@ -29,19 +29,12 @@ from furlong.data.augment import extremes
 from furlong.errors import FurlongError, require
 from furlong.methods.bank import enqueue, new_bank
 from furlong.methods.base import WEIGHTS_REVEAL
+from furlong.methods.fedmoco import Nets
 from furlong.methods.instahide import check_limits, instahide, instahide_cross
 from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.encoders import untracked
 from furlong.nn.losses import info_nce, neighbourhood_matching
 from furlong.settings import setting
-
-
-@payload("furlong.methods.fcl.Pair")
-class Pair:
-    """The query network and its slowly following copy."""
-
-    query: Weights
-    key: Weights
 
 
 @payload("furlong.methods.fcl.Server")
@@ -110,12 +103,8 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         'Off: encoding = "none"; nothing but weights is shared with fusion = false.'
     )
 
-    bank: int = setting(
-        4096, "The number K of features that a client keeps and shares.", at_least=1
-    )
-    decay: float = setting(
-        0.99, "The decay m of the key network's moving average.", at_least=0, at_most=1
-    )
+    bank: int = setting(4096, "The number K of features that a client keeps.", at_least=1)
+    decay: float = setting(0.99, "The decay m of the key network.", at_least=0, at_most=1)
     temperature: float = setting(0.1, "The temperature τ of the contrastive loss.", above=0)
     fusion: bool = setting(True, "Share features between clients.")
     negatives: Literal["union", "remote_only"] = setting(
@@ -132,19 +121,11 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         "inside", "InstaHide on the shared images: mixed inside a batch, with public ones, or off."
     )
     mix: int = setting(4, "How many images are mixed into one by encoding inside.", at_least=1)
-    mix_cross: int = setting(
-        6, "The same for encoding cross: two private ones, the rest public.", at_least=3
-    )
+    mix_cross: int = setting(6, "The same for encoding cross, two of them private.", at_least=3)
     max_coefficient: float = setting(0.65, "The c₁: no image weighs more in a mixture.")
-    private_share: float = setting(
-        0.3, "The c₂: the two private images of encoding cross weigh at least this."
-    )
-    public_images: int = setting(
-        2000, "How many public images each client gets, once, for encoding cross.", at_least=1
-    )
-    max_staleness: int = setting(
-        0, "After how many rounds features are not passed on any more; 0: never.", at_least=0
-    )
+    private_share: float = setting(0.3, "The c₂: two private images weigh at least this.")
+    public_images: int = setting(2000, "The public images of encoding cross.", at_least=1)
+    max_staleness: int = setting(0, "For how many rounds features count; 0: for ever.", at_least=0)
     projection_head: str = named_head("proj_128")
 
     def __post_init__(self) -> None:
@@ -254,17 +235,18 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
 
     def aggregate(self, server: Server, reports: Reports[Up], ctx: ServerContext) -> Server:
         """Both networks by the run's rule; each client's features replace its older ones."""
-        combined: Combiner[Pair] = ctx.combining(self.bn_stats)
+        combined: Combiner[Nets] = ctx.combining(self.bn_stats)
         features: dict[int, Tensor] = {}
         heard: list[int] = []
         for report in reports:
             upload = report.upload
-            combined.add(Pair(upload.query, upload.key), report.examples)
+            combined.add(Nets(upload.query, upload.key), report.examples)
             heard.append(report.client)
             if upload.features is not None:
                 # a copy: the upload's tensors are views that keep its whole buffer alive
                 features[report.client] = upload.features.clone()
-        nets = combined.onto(Pair(server.query, server.key))
+        nets = combined.onto(Nets(server.query, server.key))
+        assert nets.key is not None
         return self._heard(replace(server, query=nets.query, key=nets.key), heard, features, ctx)
 
     def outline(self, server: Server | None, cohort: list[int], ctx: ServerContext) -> Server:

@@ -66,9 +66,7 @@ class FedAE(OneNetwork):
     )
     usual_augment = "flip"
 
-    decoder_width: int = setting(
-        512, "The decoder's channels at its start, a multiple of 8.", at_least=8
-    )
+    decoder_width: int = setting(512, "The decoder's channels at its start.", at_least=8)
 
     def __post_init__(self) -> None:
         super().__post_init__()

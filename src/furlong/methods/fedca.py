@@ -102,20 +102,12 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
         "the alignment model was trained: 0.5 and SimCLR are choices made here."
     )
 
-    temperature: float = setting(
-        0.5, "The temperature τ of the loss, which the papers do not give.", above=0
-    )
+    temperature: float = setting(0.5, "The temperature τ, which no paper gives.", above=0)
     dictionary: int = setting(1024, "The dictionary's rows K; 0: no dictionary.", at_least=0)
-    ensembling: float = setting(
-        0.5, "The α of Z; 0: rows are of the last trained model alone.", at_least=0, below=1
-    )
-    alignment: float = setting(
-        0.01, "The weight β; 0: no alignment, and no public images are needed.", at_least=0
-    )
+    ensembling: float = setting(0.5, "The α of Z; 0: of the last model alone.", at_least=0, below=1)
+    alignment: float = setting(0.01, "The weight β; 0: no public images are needed.", at_least=0)
     align_images: int = setting(3200, "How many public images every client gets, once.", at_least=1)
-    align_epochs: int = setting(
-        100, "The epochs of the alignment model's training at the server.", at_least=1
-    )
+    align_epochs: int = setting(100, "The epochs of the alignment model.", at_least=1)
     align_reduction: Literal["mean", "sum"] = setting(
         "mean",
         "Over the images of a mini-batch; dimensions are summed. The sum is as printed, and "
@@ -130,9 +122,7 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
     exclude_own: bool = setting(
         False, "Send a client only the rows of others, so that no image is its own negative."
     )
-    symmetric: bool = setting(
-        False, "Also contrast view j with view i, which the papers do not do."
-    )
+    symmetric: bool = setting(False, "Also contrast view j with view i.")
     projection_head: str = named_head("proj_128")
 
     @property

@@ -44,9 +44,7 @@ class FedDC(Projecting, OneModel[None]):
 
     heads: int = setting(3, "How many clusterings H there are.", at_least=1)
     prototypes: int = setting(3000, "The most clusters P of one of them.", at_least=2)
-    images_per_prototype: int = setting(
-        10, "There are no more clusters than leave so many images to each.", at_least=1
-    )
+    images_per_prototype: int = setting(10, "The fewest images for each cluster.", at_least=1)
     temperature: float = setting(0.1, "The temperature τ of the loss.", above=0)
     iterations: int = setting(10, "The iterations of k-means.", at_least=1)
     projection_head: str = named_head("mlp:2048:128")

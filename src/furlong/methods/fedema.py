@@ -52,9 +52,7 @@ class FedEMA(Byol[State | None]):
     selective: bool = setting(
         False, "Blend only if the client also trained in the round before; else take over."
     )
-    decay: float = setting(
-        0.99, "The decay m of the target network's moving average.", at_least=0, at_most=1
-    )
+    decay: float = setting(0.99, "The decay m of the target network.", at_least=0, at_most=1)
     symmetric: bool = setting(True, "Add the loss with the views swapped.")
     projection_head: str = named_head("easyfl_proj")
     prediction_head: str = named_head("easyfl_pred")

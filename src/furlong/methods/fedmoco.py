@@ -55,19 +55,13 @@ class FedMoCo(Projecting, Averaging[Nets, Queue]):
     )
 
     bank: int = setting(4096, "The number K of keys that a client keeps.", at_least=1)
-    decay: float = setting(
-        0.99, "The decay m of the key network's moving average.", at_least=0, at_most=1
-    )
+    decay: float = setting(0.99, "The decay m of the key network.", at_least=0, at_most=1)
     temperature: float = setting(0.1, "The temperature τ of the loss.", above=0)
     key_update: Literal["aggregate", "reset"] = setting(
         "aggregate", "Average the key networks, or start each round from a copy of the query's."
     )
     symmetric: bool = setting(False, "Take both views as queries and keys, and add the losses.")
-    bn_groups: int = setting(
-        1,
-        "In how many parts BatchNorm sees a batch, the keys in another order (MoCo: 8).",
-        at_least=1,
-    )
+    bn_groups: int = setting(1, "In how many parts BatchNorm sees a batch (MoCo: 8).", at_least=1)
     projection_head: str = named_head("proj_128")
 
     def init_server(self, ctx: ServerContext) -> Nets:

@@ -34,7 +34,7 @@ class FedSimCLR(Projecting, OneNetwork):
     temperature: float = setting(0.5, "The temperature τ of the loss.", above=0)
     projection_head: str = named_head("proj_128")
     head_prox_mu: float = setting(
-        0.0, "The weight μ of the proximal term μ/2·‖w - w_global‖² on the projector.", at_least=0
+        0.0, "The weight μ of a proximal term on the projector.", at_least=0
     )
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:

@@ -47,18 +47,12 @@ class FedSwAV(Projecting, Averaging[Prototyped, None]):
     pairs_views = True
     leaves = f"Encoder, projector and prototype weights. {WEIGHTS_REVEAL}"
 
-    prototypes: int = setting(
-        300, "The number P of prototypes; the paper's 3,000 are for ImageNet.", at_least=1
-    )
+    prototypes: int = setting(300, "The prototypes P (the paper: 3,000).", at_least=1)
     epsilon: float = setting(0.05, "The temperature ε of Sinkhorn's assignments.", above=0)
     sinkhorn_iterations: int = setting(3, "The iterations of Sinkhorn.", at_least=1)
     temperature: float = setting(0.1, "The temperature τ of the predictions.", above=0)
-    queue: int = setting(
-        3840, "Projections of each view that make Sinkhorn's batch larger; 0: none.", at_least=0
-    )
-    freeze_epochs: int = setting(
-        1, "Epochs at the beginning of the run in which the prototypes stay.", at_least=0
-    )
+    queue: int = setting(3840, "Projections that enlarge Sinkhorn's batch.", at_least=0)
+    freeze_epochs: int = setting(1, "The first epochs, in which prototypes stay.", at_least=0)
     projection_head: str = named_head("mlp:2048:128")
 
     def layer(self, ctx: Context) -> nn.Linear:

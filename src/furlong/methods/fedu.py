@@ -68,9 +68,7 @@ class FedU(Byol[State | None]):
     divergence: Literal["mean_conv_l2", "sq_l2"] = setting(
         "mean_conv_l2", "How the divergence is measured: as in EasyFL, or as the paper writes it."
     )
-    decay: float = setting(
-        0.99, "The decay m of the target network's moving average.", at_least=0, at_most=1
-    )
+    decay: float = setting(0.99, "The decay m of the target network.", at_least=0, at_most=1)
     symmetric: bool = setting(
         True, "Add the loss with the views swapped; the paper prints one direction."
     )

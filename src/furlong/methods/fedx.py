@@ -35,14 +35,10 @@ class FedX(WithPredictor, OneModel[None]):
 
     temperature: float = setting(0.1, "The temperature of the losses.", above=0)
     local_temperature: float = setting(
-        0.1, "The temperature of the local relations' mean (the code's ts).", above=0
+        0.1, "The local mean's temperature (the code's ts).", above=0
     )
-    global_temperature: float = setting(
-        0.1, "The temperature of the global relations' mean (the code's tt).", above=0
-    )
-    reverse_kl: bool = setting(
-        False, "Use KL(mean‖relation), as in the authors' code, instead of the paper's JS."
-    )
+    global_temperature: float = setting(0.1, "The global mean's temperature (tt).", above=0)
+    reverse_kl: bool = setting(False, "Use KL(mean‖relation) as in the authors' code, not JS.")
     projection_head: str = named_head("fedx_proj")
     prediction_head: str = named_head("fedx_pred")
 

@@ -90,9 +90,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     refresh: Literal["once", "per_epoch"] = setting(
         "once", "When clients send representations: once, or before each epoch of the server."
     )
-    drop: float = setting(
-        0.0, "The share δ of the clients that are missing in phase 2.", at_least=0, below=1
-    )
+    drop: float = setting(0.0, "The share δ of clients that miss phase 2.", at_least=0, below=1)
     min_clients: int = setting(1, "The fewest clients Q of a step in phase 2.", at_least=1)
     pairs_per_client: int = setting(32, "The pairs b of each client in a step.", at_least=1)
     server_epochs: int = setting(400, "The epochs of phase 2.", at_least=1)
@@ -102,7 +100,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     server_weight_decay: float = setting(1e-4, "The weight decay of phase 2.", at_least=0)
     warmup: float = setting(
         0.025,
-        "The share of phase 2 in which the rate rises: 10 epochs of 400.",
+        "The share of phase 2 in which the rate rises.",
         at_least=0,
         at_most=1,
     )
@@ -111,11 +109,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     probe_input: Literal["backbone", "projection"] = setting(
         "backbone", "Whether the encoder ends with the discriminator or with the projector."
     )
-    upload_mb: int = setting(
-        256,
-        "The most megabytes that a client sends at once; a few per worker are in memory.",
-        at_least=1,
-    )
+    upload_mb: int = setting(256, "The most megabytes that a client sends at once.", at_least=1)
 
     def plan(self, setup: Setup) -> Iterator[Exchange]:
         """Rounds of sensor training; then representations, and epochs of the server's own."""

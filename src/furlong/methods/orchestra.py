@@ -94,9 +94,7 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
     )
 
     temperature: float = setting(0.1, "The temperature T of the assignments.", above=0)
-    decay: float = setting(
-        0.996, "The decay m of the target network's moving average.", at_least=0, at_most=1
-    )
+    decay: float = setting(0.996, "The decay m of the target network.", at_least=0, at_most=1)
     global_clusters: int = setting(128, "The number G of global clusters.", at_least=1)
     local_clusters: int = setting(16, "The number L of clusters of a client.", at_least=1)
     memory: int = setting(128, "The number M of projections that a client clusters, at least L.")
