@@ -30,7 +30,7 @@ from furlong.errors import FurlongError, require
 from furlong.methods.bank import enqueue, new_bank
 from furlong.methods.base import WEIGHTS_REVEAL
 from furlong.methods.fedmoco import Nets
-from furlong.methods.instahide import check_limits, instahide, instahide_cross
+from furlong.methods.instahide import check_limits, instahide
 from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.encoders import untracked
 from furlong.nn.losses import info_nce, neighbourhood_matching
@@ -220,14 +220,15 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         black, white = extremes(images, ctx.setup.augment)
         # signs hide nothing where pixels are not centred: then around grey, and back
         grey = (black + white) / 2 if bool((black >= 0).all()) else torch.zeros_like(black)
+        centred = images - grey
         if self.encoding == "inside":
-            return instahide(images - grey, self.mix, self.max_coefficient) + grey
+            return instahide(centred, self.mix, self.max_coefficient) + grey
         if public is None:
             raise FurlongError("the client has lost the public images, which are sent only once.")
         some = public[torch.randint(len(public), (len(images),))].to(images.device)
         (views,) = ctx.setup.augment.views(some, 1)
-        limits = self.private_share, self.max_coefficient
-        return instahide_cross(images - grey, views - grey, self.mix_cross, 2, *limits) + grey
+        limits = self.mix_cross, self.max_coefficient
+        return instahide(centred, *limits, views - grey, 2, self.private_share) + grey
 
     def expected(self, server: Server, client: int, ctx: ServerContext) -> Up:  # noqa: ARG002
         """The server's networks and K rows."""
