@@ -16,6 +16,7 @@ BASE = {
     "files",
     "seeding",
     "settings",
+    "plugins",
 }  # modules of the top level that know nothing
 RULES: dict[str, set[str]] = {  # room -> rooms that it may import
     "nn": set(),

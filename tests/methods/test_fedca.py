@@ -18,6 +18,7 @@ from furlong.core.payload import pack, traffic
 from furlong.core.weights import snapshot
 from furlong.engines.inprocess import BlobStore, InProcess
 from furlong.errors import FurlongError
+from furlong.methods import fedca
 from furlong.methods.fedca import Down, FedCA, State, Up
 from furlong.nn.encoders import evaluating
 from furlong.nn.losses import alignment_loss, dictionary_nce
@@ -442,7 +443,7 @@ def test_outline_has_the_sizes_of_the_real_thing(
     case = Case(prepared, dict_upload=upload, alignment=alignment)
     reports = [case.answer(case.start, k) for k in (0, 2)]
     real = case.method.aggregate(case.start, reports, case.at(0))
-    monkeypatch.setattr(FedCA, "train_alignment", None)  # an outline must not train
+    monkeypatch.setattr(fedca, "train_alignment", None)  # an outline must not train
     first = case.method.outline(None, [], case.at(0))
     second = case.method.outline(first, [0, 2], case.at(0))
     for outlined, state in ((first, case.start), (second, real)):

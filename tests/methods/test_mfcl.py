@@ -19,7 +19,8 @@ from furlong.core.payload import flatten, pack
 from furlong.data.augment import preset, unit
 from furlong.engines.inprocess import BlobStore, InProcess
 from furlong.errors import FurlongError
-from furlong.methods.mfcl import MFCL, Codes, Server, Stored, stacked
+from furlong.methods.mfcl import MFCL, Codes, Server
+from furlong.methods.representations import Stored, stacked
 from furlong.nn.peernorm import peers
 from furlong.runs.cost import predict
 from furlong.runs.prepare import prepare

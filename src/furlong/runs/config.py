@@ -388,7 +388,7 @@ def full_name(option: str) -> str:
 def method_row(name: str) -> Row:
     """The row of the table, or a user's class as ``module:Class`` or ``file.py:Class``."""
     if ":" in name:
-        from furlong.nn.encoders import load_object
+        from furlong.plugins import load_object
 
         cls = load_object(name)
         if not (isinstance(cls, type) and issubclass(cls, Method)):
