@@ -5,18 +5,30 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from furlong.cli import asking, comparing, deploying, federating, measuring, training, using
+from furlong.cli import (
+    asking,
+    certs,
+    comparing,
+    flower_app,
+    measuring,
+    node,
+    superlink,
+    training,
+    using,
+)
 from furlong.cli.common import app, dotted, err
 from furlong.errors import FurlongError
 
 __all__ = [
     "app",
     "asking",
+    "certs",
     "comparing",
-    "deploying",
-    "federating",
+    "flower_app",
     "main",
     "measuring",
+    "node",
+    "superlink",
     "take_dotted",
     "training",
     "using",

@@ -23,6 +23,16 @@ err = Console(stderr=True, highlight=False, emoji=False)
 dotted: dict[str, Any] = {}  # --section.key options of this call, taken out before cyclopts
 
 
+def say(text: str) -> None:
+    """A line of plain text: no markup, no wrapping."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """A warning on standard error."""
+    err.print(f"warning: {text}", style="bold red", markup=False, soft_wrap=True)
+
+
 def results_table(rows: list[dict[str, Any]]) -> Table:
     """Who against protocol, in percent."""
     columns, encoders = by_encoder(rows)

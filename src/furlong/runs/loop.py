@@ -22,7 +22,7 @@ from furlong.core.method import Report
 from furlong.core.payload import Traffic, pack, pack_tensors
 from furlong.core.weights import snapshot
 from furlong.data import heterogeneity
-from furlong.deploy.session import Meeting
+from furlong.deploy.session import Session
 from furlong.engines.inprocess import SPILL
 from furlong.engines.remote import Wire
 from furlong.errors import FurlongError
@@ -202,11 +202,11 @@ def run(
 
 def _meeting(
     settings: Config, folder: RunFolder, say: Callable[[str], None], wire: Wire | None
-) -> AbstractContextManager[Meeting | None]:
+) -> AbstractContextManager[Session | None]:
     """The nodes of the run, if it has any."""
     if settings.run.engine == "inprocess":
         return nullcontext()
-    return Meeting(settings, folder, say, wire)
+    return Session(settings, folder, say, wire)
 
 
 def resume(
@@ -260,7 +260,7 @@ def _go(
     saved: checkpoint.Checkpoint | None,
     show: Callable[[Status], None] | None,
     say: Callable[[str], None],
-    meeting: Meeting | None,
+    meeting: Session | None,
 ) -> Run:
     for note in prepared.notes:
         say(note)
@@ -279,7 +279,7 @@ def _go(
     folder.load_weights("random", random_encoder)
     angles = _Angles(prepared) if prepared.config.evaluate.angles else None
     watch = Watch(prepared, say)
-    engine = prepared.transport() if meeting is None else meeting.transport(prepared)
+    engine = prepared.transport() if meeting is None else meeting.engine(prepared)
     with engine as transport, _Board(folder.path) as board:
         transport.restore({} if saved is None else saved.clients)
         knn_every = prepared.config.evaluate.knn_every or max(1, len(exchanges) // 20)

@@ -1,0 +1,96 @@
+"""Which runs a site takes part in: what a server says is checked before anything is done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import furlong
+from furlong.engines.remote import PROTOCOL
+from furlong.errors import FurlongError
+from furlong.runs.config import Config, from_tree, without_none
+from furlong.runs.prepare import SITES, told
+
+_RUN = re.compile(r"[0-9a-f]{16,64}")
+# may differ between what a site agrees to and what a run says: they change nothing for the site
+_FREE = ("train.fraction", "train.min_clients", "train.server_threads", "data.clients")
+
+
+class Refusal(FurlongError):
+    """A question that this site does not answer, and why."""
+
+
+def require_same_program(header: Mapping[str, Any]) -> None:
+    """Refuse a server that speaks otherwise, and what is not the name of a run."""
+    theirs, mine = header.get("furlong"), furlong.__version__
+    if header.get("protocol") != PROTOCOL or theirs != mine:
+        raise Refusal(
+            f"the server runs furlong {str(theirs)[:20]} (protocol "
+            f"{str(header.get('protocol'))[:20]}), this node {mine} (protocol {PROTOCOL}). "
+            "Install the same version on both."
+        )
+    if not _RUN.fullmatch(str(header.get("run"))):
+        raise Refusal(f"{str(header.get('run'))[:80]!r} is not the name of a run")
+
+
+def settings_of(
+    header: Mapping[str, Any], *, agree: Config | None, code: bool, own: bool, device: str
+) -> Config:
+    """The run's configuration, if the site takes part in such a run.
+
+    ``agree``: the only configuration that it takes part in; ``code``: whether the run may name
+    modules and files of this machine; ``own``: whether the site brings its own images.
+    """
+    tree = header.get("config")
+    if not isinstance(tree, dict):
+        raise Refusal("no configuration")
+    tree = without_none(tree)
+    if not code:
+        _require_harmless(tree)
+    try:
+        settings = from_tree(tree, {"run.device": device}, "the run's configuration")
+    except FurlongError as error:
+        raise Refusal(str(error)) from None
+    if agree is not None:
+        _require_agreed(settings, agree)
+    sites = settings.data.name == SITES
+    if sites != own:
+        raise Refusal(
+            f"this node holds {'its own images' if own else 'no images of its own'}, but "
+            f"the run's data is {settings.data.name!r}"
+            + ("" if sites else ": it must be 'sites' for nodes started with --data")
+        )
+    return settings
+
+
+def _require_harmless(tree: Mapping[str, Any]) -> None:
+    """Refuse settings that a server has no business with, and names of code and files."""
+    usual = told(Config())
+    for section in ("data", "run", "flower", "evaluate"):
+        other = set(tree.get(section) or {}) - set(usual.get(section, {}))
+        if other:
+            raise Refusal(f"a server may not say {section}.{sorted(map(str, other))[0][:80]}")
+    for section, key in (("method", "name"), ("model", "encoder"), ("data", "name")):
+        name = str(tree.get(section, {}).get(key))
+        if ":" in name:
+            raise Refusal(
+                f"the run names {name[:80]!r}: a file, a folder or code of this machine. A node "
+                "takes none of that from a server unless it is started with --trust-server."
+            )
+
+
+def _require_agreed(settings: Config, agree: Config) -> None:
+    theirs, mine = dict(_flat(told(settings))), dict(_flat(told(agree)))
+    other = [key for key in mine if mine[key] != theirs.get(key) and key not in _FREE]
+    if other:
+        lines = (f"{key} is {theirs.get(key)!r}, not {mine[key]!r}" for key in other[:5])
+        raise Refusal(f"not the configuration that this node agrees to: {'; '.join(lines)}")
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

@@ -1,0 +1,101 @@
+"""The SuperLink's list of nodes, kept in step with the keys in the server's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from furlong.deploy.keys import PublicKey, read_public
+from furlong.errors import FurlongError
+
+_TROUBLE = "not registered (furlong superlink tries again at its next start)"
+
+
+@dataclass(frozen=True)
+class RegisteredNode:
+    """A node as the SuperLink has it."""
+
+    number: int
+    status: str  # registered, online, offline, unregistered
+
+    @property
+    def revoked(self) -> bool:
+        """Whether its key can never be used again."""
+        return self.status == "unregistered"
+
+
+class NodeList(Protocol):
+    """The SuperLink's list; each call may raise a FurlongError."""
+
+    def nodes(self) -> dict[bytes, RegisteredNode]:
+        """All nodes that it knows, by key."""
+
+    def register(self, key: bytes, name: str) -> None:
+        """Let the node with this key connect."""
+
+    def unregister(self, number: int) -> None:
+        """Refuse a node and its key for ever."""
+
+
+@dataclass
+class Registry:
+    """Registers the keys in nodes/ and unregisters those in revoked/.
+
+    That a file is gone means nothing: Flower cannot take a key back, so a slip must not revoke one.
+    """
+
+    certs: Path
+    known: NodeList
+    _said: dict[Path, str] = field(default_factory=dict)
+
+    def update(self) -> Iterator[str]:
+        """Register and unregister what has changed; yields what is new about the nodes."""
+        try:
+            nodes = self.known.nodes()
+        except FurlongError as error:  # no reason to end the SuperLink: look again later
+            yield from self._new(self.certs, str(error))
+            return
+        for path in sorted(self.certs.glob("revoked/*.pub")):
+            yield from self._one(path, nodes, self._revoke, "NOT YET REVOKED")
+        for path in sorted(self.certs.glob("nodes/*.pub")):
+            if not self._said.get(path, "").startswith(_TROUBLE):
+                yield from self._one(path, nodes, self._admit, _TROUBLE)
+
+    def _one(
+        self,
+        path: Path,
+        nodes: dict[bytes, RegisteredNode],
+        act: Callable[[PublicKey, RegisteredNode | None], str],
+        trouble: str,
+    ) -> Iterator[str]:
+        """The news about one key; one that cannot be used must not stop the others."""
+        name = path.stem
+        try:
+            key = read_public(path)
+            name = key.name
+            status = act(key, nodes.get(key.pem))
+        except FurlongError as error:
+            status = f"{trouble}: {error}"
+        if status:
+            yield from (f"{name}: {news}" for news in self._new(path, status))
+
+    def _new(self, about: Path, said: str) -> Iterator[str]:
+        if self._said.get(about) != said:
+            self._said[about] = said
+            yield said
+
+    def _revoke(self, _: PublicKey, node: RegisteredNode | None) -> str:
+        if node is None or node.revoked:
+            return ""
+        self.known.unregister(node.number)
+        return "revoked"
+
+    def _admit(self, key: PublicKey, node: RegisteredNode | None) -> str:
+        if node is None:
+            self.known.register(key.pem, key.name)
+            return "registered"
+        if node.revoked:
+            return "was unregistered, and its key cannot be used again: make another"
+        return node.status
