@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import furlong
 from furlong.engines.remote import PROTOCOL
 from furlong.errors import FurlongError
-from furlong.runs.config import Config, from_tree, without_none
+from furlong.runs.config import Config, all_facts, from_tree, without_none
 from furlong.runs.prepare import SITES, told
 
 _RUN = re.compile(r"[0-9a-f]{16,64}")
-# may differ between what a site agrees to and what a run says: they change nothing for the site
-_FREE = ("train.fraction", "train.min_clients", "train.server_threads", "data.clients")
 
 
 class Refusal(FurlongError):
@@ -66,11 +64,10 @@ def settings_of(
 
 def _require_harmless(tree: Mapping[str, Any]) -> None:
     """Refuse settings that a server has no business with, and names of code and files."""
-    usual = told(Config())
-    for section in ("data", "run", "flower", "evaluate"):
-        other = set(tree.get(section) or {}) - set(usual.get(section, {}))
-        if other:
-            raise Refusal(f"a server may not say {section}.{sorted(map(str, other))[0][:80]}")
+    for setting, fact in all_facts().items():
+        section, _, key = setting.partition(".")
+        if not fact.told and key in (tree.get(section) or {}):
+            raise Refusal(f"a server may not say {setting}")
     for section, key in (("method", "name"), ("model", "encoder"), ("data", "name")):
         name = str(tree.get(section, {}).get(key))
         if ":" in name:
@@ -81,16 +78,16 @@ def _require_harmless(tree: Mapping[str, Any]) -> None:
 
 
 def _require_agreed(settings: Config, agree: Config) -> None:
-    theirs, mine = dict(_flat(told(settings))), dict(_flat(told(agree)))
-    other = [key for key in mine if mine[key] != theirs.get(key) and key not in _FREE]
+    theirs, mine = (
+        {
+            f"{section}.{key}": value
+            for section, table in told(each).items()
+            for key, value in table.items()
+        }
+        for each in (settings, agree)
+    )
+    free = {name for name, fact in all_facts().items() if not fact.agree}
+    other = [key for key in mine if mine[key] != theirs.get(key) and key not in free]
     if other:
         lines = (f"{key} is {theirs.get(key)!r}, not {mine[key]!r}" for key in other[:5])
         raise Refusal(f"not the configuration that this node agrees to: {'; '.join(lines)}")
-
-
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
