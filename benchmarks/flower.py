@@ -33,12 +33,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from furlong.deploy import processes
 from furlong.deploy.keys import make_certs
 from furlong.deploy.node import Site
+from furlong.deploy.session import Session
 from furlong.engines.codec import How
 from furlong.engines.inprocess import keep_freed_memory
 from furlong.engines.remote import Letter
@@ -374,7 +376,9 @@ def direct(options: dict[str, Any], how: How) -> tuple[Direct, loop.Run]:
     with tempfile.TemporaryDirectory() as folder:
         wire = Direct(Path(folder), options["clients"])
         more = {"engine": "flower", "flower.encoding": how, "out": f"{folder}/run"}
-        return wire, loop.run(from_tree({}, {**options, **more}, "benchmark"), wire=wire)
+        return wire, loop.run(
+            from_tree({}, {**options, **more}, "benchmark"), engine=partial(Session, wire=wire)
+        )
 
 
 # ---------------------------------------------------------------- tables

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 from furlong.core.federation import Federation
@@ -17,8 +18,8 @@ from furlong.methods import METHODS
 from furlong.methods.base import Averaging, Model, OneNetwork
 from furlong.runs.config import Config, from_tree
 from furlong.runs.folder import load_encoder
-from furlong.runs.loop import Run, Status, resume
-from furlong.runs.loop import run as run_config
+from furlong.runs.loop import Connect, Run, Say, Show
+from furlong.runs.observers import Status
 from furlong.runs.prepare import prepare
 
 __all__ = [
@@ -50,7 +51,7 @@ __all__ = [
 def run(
     config: dict[str, Any] | None = None,
     *,
-    show: Callable[[Status], None] | None = None,
+    show: Show | None = None,
     **options: Any,
 ) -> Run:
     """A federated run from Python, with the options of ``furlong run``.
@@ -60,3 +61,39 @@ def run(
     as ``**{"optimiser.lr": 0.1}``.
     """
     return run_config(from_tree(config or {}, options, "furlong.run"), show)
+
+
+def run_config(
+    settings: Config,
+    show: Show | None = None,
+    say: Say = lambda _: None,
+    engine: Connect | None = None,
+) -> Run:
+    """A run from its configuration to its page; ``engine``: to nodes that wait already."""
+    from furlong.deploy.session import Session
+    from furlong.reports import page
+    from furlong.runs import loop
+
+    finished = loop.run(settings, show, say, engine or Session)
+    page.build(finished.folder)
+    return finished
+
+
+def resume(
+    run_folder: str | PathLike[str],
+    overrides: Mapping[str, Any] | None = None,
+    show: Show | None = None,
+    say: Say = lambda _: None,
+    engine: Connect | None = None,
+) -> Run:
+    """Go on with an interrupted run: the result has the same bits as without interruption.
+
+    ``overrides``: settings that may be given anew, see ``furlong resume --help``.
+    """
+    from furlong.deploy.session import Session
+    from furlong.reports import page
+    from furlong.runs import loop
+
+    finished = loop.resume(run_folder, overrides, show, say, engine or Session)
+    page.build(finished.folder)
+    return finished

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from PIL import Image
 
 from furlong.data.shapes import shapes
 from furlong.deploy.node import OwnImages, Site
+from furlong.deploy.session import Session
 from furlong.engines.remote import Reply, question
 from furlong.runs import loop
 from furlong.runs.config import Config, from_tree
-from furlong.runs.prepare import told
+from furlong.runs.nodes import told
 
 Change = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes] | None]
 
@@ -71,12 +73,12 @@ def in_process(tmp_path: Path, method: str = "fedsimclr", **options: Any) -> str
 
 def train(settings: Config, wire: Any, say: Callable[[str], None] = lambda _: None) -> loop.Run:
     """A run whose nodes are behind ``wire``."""
-    return loop.run(settings, say=say, wire=wire)
+    return loop.run(settings, say=say, engine=partial(Session, wire=wire))
 
 
 def go_on(folder: Path, wire: Any) -> loop.Run:
     """Go on with it."""
-    return loop.resume(folder, wire=wire)
+    return loop.resume(folder, engine=partial(Session, wire=wire))
 
 
 def failures(tmp_path: Path) -> list[list[dict[str, Any]]]:

@@ -35,7 +35,7 @@ from furlong.engines import remote
 from furlong.engines.remote import Reply, question
 from furlong.errors import FurlongError
 from furlong.runs import loop
-from furlong.runs.prepare import told
+from furlong.runs.nodes import told
 
 NAMES = ["amber", "blue", "coral"]
 

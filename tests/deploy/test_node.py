@@ -19,7 +19,7 @@ from furlong.deploy.node import OwnImages, Site, without_paths
 from furlong.deploy.states import StateFiles
 from furlong.runs import loop
 from furlong.runs.config import from_tree
-from furlong.runs.prepare import told
+from furlong.runs.nodes import told
 
 BAD = """
 import os, signal, time

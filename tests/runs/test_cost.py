@@ -12,8 +12,7 @@ from furlong.core.payload import Traffic
 from furlong.engines.inprocess import InProcess
 from furlong.methods import METHODS
 from furlong.runs.config import from_tree
-from furlong.runs.cost import coded_bits, predict
-from furlong.runs.prepare import without_data
+from furlong.runs.cost import coded_bits, predict, without_data
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -23,7 +22,7 @@ def test_prediction_agrees_with_a_run(prepared: Any, name: str, options: dict[st
     server = Server(p.method, p.setup, p.server.public, p.config.train.fraction)
     costs = list(predict(server))
     with InProcess(p.method, p.federation, p.setup) as transport:
-        results = list(server.run(p.federation, transport, server.init()))
+        results = list(server.run(transport, server.init()))
     assert len(costs) == len(results)
     for cost, result in zip(costs, results, strict=True):
         assert cost.exchange == result.exchange

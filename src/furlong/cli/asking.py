@@ -16,8 +16,11 @@ from furlong.core.payload import Traffic, by_field
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.reports import catalogue
-from furlong.runs import config, prepare
-from furlong.runs.cost import Cost, flows, predict
+from furlong.runs import config
+from furlong.runs.cost import Cost, flows, predict, without_data
+from furlong.runs.datasets import load_data
+from furlong.runs.prepare import prepare
+from furlong.runs.split import describe_partition, split_data
 from furlong.words import size
 
 
@@ -52,8 +55,8 @@ def partition(
     names = ("data", "partition", "clients", "seed")
     given = {k: v for k, v in locals().items() if k in names and v is not None}
     settings = config.load(None, given | dotted)
-    train, _, notes = prepare.load_data(settings)
-    about = prepare.describe_partition(train, prepare.split_data(settings, train))
+    train, _, notes = load_data(settings)
+    about = describe_partition(train, split_data(settings, train))
     for note in notes:
         err.print(note, markup=False)
     if figure is not None:
@@ -250,9 +253,9 @@ def cost(
     if settings.run.bound != "none":
         raise FurlongError(f"bound = {settings.run.bound}: nothing is sent to anybody.")
     if sizes is None:
-        server = prepare.prepare(settings).server
+        server = prepare(settings).server
     else:
-        server = prepare.without_data(settings, _sizes(sizes), 3, settings.data.image_size or 32)
+        server = without_data(settings, _sizes(sizes), 3, settings.data.image_size or 32)
     kinds: dict[str, list[Cost]] = {}
     for item in predict(server):
         kinds.setdefault(item.exchange.kind, []).append(item)

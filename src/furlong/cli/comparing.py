@@ -86,6 +86,9 @@ def compare(
     labels = {cell.row for cell in cells}
     if baseline is not None and baseline not in labels:
         raise FurlongError(f"--baseline {baseline} is not one of {', '.join(sorted(labels))}.")
+    from furlong.deploy.session import Session
+    from furlong.reports import page
+
     grids.try_data(cells)
     grids.keep(out, _command(config_files, out, names, seeds, baseline, options), cells)
     heard: set[str] = set()
@@ -101,7 +104,13 @@ def compare(
                     heard.add(text)
                     say(text)
 
-            outcomes = grids.run(cells, show, once, tell)
+            outcomes = []
+            for outcome in grids.run(cells, show, once, tell, Session):
+                outcomes.append(outcome)
+                folder = outcome.cell.folder
+                missing = not (folder / "report.html").exists()
+                if outcome.state == "done" or (outcome.state == "was there" and missing):
+                    page.build(folder)
     except KeyboardInterrupt:
         tell("interrupted. The same command goes on where it stopped.")
         sys.exit(130)

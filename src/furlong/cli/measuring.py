@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from furlong.cli.common import app, console, dotted, err
-from furlong.runs import measure
+from furlong.runs import evaluate as evaluating
 
 
 @app.command
@@ -46,7 +46,7 @@ def evaluate(
         Print JSON.
     """
     overrides = ({"data": data} if data else {}) | dotted
-    settings = measure.settings_of(place, overrides)
+    settings = evaluating.settings_of(place, overrides)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task = progress.add_task("measuring", total=None)
@@ -54,7 +54,7 @@ def evaluate(
         def tell(text: str, done: int, total: int) -> None:
             progress.update(task, description=text, completed=done, total=total)
 
-        rows = measure.evaluate(
+        rows = evaluating.evaluate(
             place,
             settings,
             protocols,

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
+import furlong
 from furlong.cli.common import app, console, dotted, err, results_table
 from furlong.engines.inprocess import keep_freed_memory
 from furlong.errors import FurlongError
-from furlong.runs import config, loop
+from furlong.runs import config
 from furlong.words import duration, size
 
 LOG_EVERY = 20.0  # seconds between lines of progress in a log
@@ -101,7 +102,7 @@ def run(
     given = {k: v for k, v in locals().items() if k not in ("config_file",) and v is not None}
     settings = config.load(config_file, given | dotted)
     with watching() as (show, say):
-        finished = loop.run(settings, show, say)
+        finished = furlong.run_config(settings, show, say)
     _print_run(finished)
 
 
@@ -132,7 +133,7 @@ def resume(
     """
     given = {k: v for k, v in locals().items() if k != "folder" and v is not None}
     with watching() as (show, say):
-        finished = loop.resume(folder, given | dotted, show, say)
+        finished = furlong.resume(folder, given | dotted, show, say)
     _print_run(finished)
 
 
@@ -150,7 +151,7 @@ def watching() -> Iterator[tuple[Any, Any]]:
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None, round="–", text="preparing")
 
-        def show(status: loop.Status) -> None:
+        def show(status: furlong.Status) -> None:
             loss = "–" if status.loss is None else f"{status.loss:.3f}"
             if status.knn is not None:
                 seen["knn"] = f"{100 * status.knn:.1f} %"
@@ -171,7 +172,7 @@ def watching() -> Iterator[tuple[Any, Any]]:
         yield show, lambda text: err.print(text, markup=False)
 
 
-def _print_run(finished: loop.Run) -> None:
+def _print_run(finished: furlong.Run) -> None:
     summary = finished.summary
     if summary["results"]:
         console.print(results_table(summary["results"]))

@@ -10,7 +10,8 @@ import furlong
 from furlong.engines.remote import PROTOCOL
 from furlong.errors import FurlongError
 from furlong.runs.config import Config, all_facts, from_tree, without_none
-from furlong.runs.prepare import SITES, told
+from furlong.runs.datasets import SITES
+from furlong.runs.nodes import told
 
 _RUN = re.compile(r"[0-9a-f]{16,64}")
 
@@ -79,12 +80,8 @@ def _require_harmless(tree: Mapping[str, Any]) -> None:
 
 def _require_agreed(settings: Config, agree: Config) -> None:
     theirs, mine = (
-        {
-            f"{section}.{key}": value
-            for section, table in told(each).items()
-            for key, value in table.items()
-        }
-        for each in (settings, agree)
+        {f"{section}.{key}": value for section in tree for key, value in tree[section].items()}
+        for tree in (told(settings), told(agree))
     )
     free = {name for name, fact in all_facts().items() if not fact.agree}
     other = [key for key in mine if mine[key] != theirs.get(key) and key not in free]

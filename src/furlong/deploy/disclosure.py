@@ -10,7 +10,7 @@ from furlong.core.payload import by_field
 from furlong.deploy.node import Site
 from furlong.errors import FurlongError
 from furlong.runs.cost import predict, sent_by
-from furlong.runs.prepare import own_size, participate
+from furlong.runs.nodes import own_size, participate
 
 
 class Field(NamedTuple):

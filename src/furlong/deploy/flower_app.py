@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,13 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+import furlong
 from furlong.deploy.flower import GridWire, answered
 from furlong.deploy.node import OwnImages, Site
+from furlong.deploy.session import Session
 from furlong.engines.inprocess import keep_freed_memory
+from furlong.runs import config
+from furlong.runs.observers import Status
 
 client_app = ClientApp()
 server_app = ServerApp()
@@ -49,22 +53,20 @@ def _site(name: Any, data: Any, folder: Any) -> Site:
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """The server of ``flwr run``: the run folder is on the SuperLink's machine."""
-    from furlong.runs import config, loop
-
     given = dict(context.run_config)
     resume = str(given.pop("resume", "") or "")
-    wire = GridWire(grid)
+    engine = partial(Session, wire=GridWire(grid))
     if resume:
-        loop.resume(resume, {}, _show, _say, wire)
+        furlong.resume(resume, {}, _show, _say, engine)
         return
     values = {key: value for key, value in given.items() if value != ""}
     settings = config.from_tree({}, {**values, "run.engine": "flower"}, "the app's configuration")
-    loop.run(settings, _show, _say, wire)
+    furlong.run_config(settings, _show, _say, engine)
 
 
 def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _show(status: Any) -> None:
+def _show(status: Status) -> None:
     _say("\n".join([f"exchange {status.done} of {status.total}", *status.failures]))

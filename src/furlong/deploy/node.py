@@ -32,8 +32,9 @@ from furlong.engines.codec import How, decode, encode
 from furlong.engines.inprocess import InProcess, can_fork, describe
 from furlong.errors import FurlongError
 from furlong.runs.config import Config
+from furlong.runs.datasets import skipped
 from furlong.runs.folder import RunFolder
-from furlong.runs.prepare import Participant, own_size, participate, skipped
+from furlong.runs.nodes import Participant, own_size, participate
 from furlong.words import size
 
 _PATH = re.compile(r"'[^'\n]*/[^'\n]*'|\"[^\"\n]*/[^\"\n]*\"|[^\s'\"(]*/[^\s'\")]*")

@@ -18,16 +18,11 @@ from furlong.engines.remote import DAY, Directory, Remote, Wire, question
 from furlong.errors import FurlongError
 from furlong.runs import checkpoint
 from furlong.runs.config import Config
+from furlong.runs.datasets import SITES
 from furlong.runs.folder import RunFolder
-from furlong.runs.prepare import (
-    SITES,
-    Members,
-    Prepared,
-    describe_partition,
-    fingerprint,
-    own_size,
-    told,
-)
+from furlong.runs.nodes import Members, own_size, told
+from furlong.runs.prepare import Prepared
+from furlong.runs.split import describe_partition, fingerprint
 
 MOST = 10_000_000  # images that a site may claim: it counts for as many in the mean
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import furlong
 from furlong.core.context import Exchange
-from furlong.core.exchange import Downloads, Failure
+from furlong.core.exchange import Downloads, Engine, Failure
 from furlong.core.method import Report
 from furlong.core.payload import PayloadError, pack, payload, unpack
 from furlong.engines.codec import How, decode, encode
@@ -163,7 +163,7 @@ class LastAnswer:
 
 
 @dataclass
-class Remote:
+class Remote(Engine):
     """The engine of clients behind a :class:`Wire`."""
 
     wire: Wire
@@ -177,15 +177,6 @@ class Remote:
     slice_bytes: int = 64 << 20
     encoding: How = "exact"
     last: dict[int, LastAnswer] = field(default_factory=dict)  # by client
-
-    def __enter__(self) -> Remote:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Nothing to do: whoever made the wire closes it."""
 
     def states(self) -> Iterator[tuple[int, Any]]:
         """Which of the states that nodes keep is each client's; the states stay there."""
@@ -227,6 +218,10 @@ class Remote:
         while tickets and time.monotonic() < end:
             tickets -= {reply.ticket for reply in self.wire.receive(list(tickets))}
             time.sleep(0.1)
+
+    def close(self) -> None:
+        """Nothing to do: whoever made the wire closes it."""
+        return
 
 
 Conversation = Generator[tuple[dict[str, Any], bytes], Reply, Report[Any] | Failure]

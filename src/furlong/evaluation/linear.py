@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from furlong.data.augment import Augmentation, crop_flip
-from furlong.data.augment import Recipe as Views
-from furlong.data.images import ImageSet
+from furlong.data.augment import crop_flip
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.features import check_split, features
+from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.seeding import with_seed
+from furlong.settings import setting
 
 
 def decay(epoch: int, epochs: int, cosine: bool, steps: tuple[float, ...], drop: float) -> float:
@@ -29,7 +29,7 @@ def decay(epoch: int, epochs: int, cosine: bool, steps: tuple[float, ...], drop:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ProbeRecipe:
     """How a probe is trained; epochs and learning rate can be overridden in ``linear_probe``."""
 
     optimiser: Literal["adam", "sgd"]
@@ -47,20 +47,27 @@ class Recipe:
         return self.lr * decay(epoch, self.epochs, self.cosine, self.steps, 0.1)
 
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, ProbeRecipe] = {
     # Ours: standardised features make one learning rate fit every encoder. It needs some hundred
     # steps, so give more epochs for fewer than about 400 images.
-    "default": Recipe("adam", 3e-3, 100, 256, cosine=True, standardise=True),
+    "default": ProbeRecipe("adam", 3e-3, 100, 256, cosine=True, standardise=True),
     # FedCA says Adam and 100 epochs; rate and batch are our choice.
-    "fedca": Recipe("adam", 1e-3, 100, 256),
+    "fedca": ProbeRecipe("adam", 1e-3, 100, 256),
     # FedU's public code; the paper says no more than 100 epochs.
-    "fedu": Recipe("adam", 3e-3, 200, 2048, shuffle=False),
-    "fedu_paper": Recipe("adam", 3e-3, 100, 2048, shuffle=False),
-    # FCL follows MoCo, which takes new crops and flips every epoch: see ``linear_probe_crops``.
-    "moco": Recipe("sgd", 30.0, 100, 256, steps=(0.6, 0.8)),
+    "fedu": ProbeRecipe("adam", 3e-3, 200, 2048, shuffle=False),
+    "fedu_paper": ProbeRecipe("adam", 3e-3, 100, 2048, shuffle=False),
+    # FCL follows MoCo, which takes new crops and flips every epoch: see ``LinearCrops``.
+    "moco": ProbeRecipe("sgd", 30.0, 100, 256, steps=(0.6, 0.8)),
     # Orchestra's public code.
-    "orchestra": Recipe("sgd", 30.0, 50, 256, cosine=True),
+    "orchestra": ProbeRecipe("sgd", 30.0, 50, 256, cosine=True),
 }
+
+
+def probe(name: str, **changes: Any) -> ProbeRecipe:
+    """The recipe called ``name``, with those ``changes`` to its fields that are not ``None``."""
+    if name not in RECIPES:
+        raise FurlongError(f"Unknown probe recipe {name!r}. {nearest(name, RECIPES)}")
+    return replace(RECIPES[name], **{k: v for k, v in changes.items() if v is not None})
 
 
 @dataclass(frozen=True)
@@ -100,15 +107,7 @@ def linear_probe(
 
     ``epoch_features`` gives other features N×d of the same images for every epoch of training.
     """
-    if recipe not in RECIPES:
-        raise FurlongError(f"Unknown probe recipe {recipe!r}. {nearest(recipe, RECIPES)}")
-    plan = RECIPES[recipe]
-    plan = replace(
-        plan,
-        epochs=plan.epochs if epochs is None else epochs,
-        lr=plan.lr if lr is None else lr,
-        batch_size=plan.batch_size if batch_size is None else batch_size,
-    )
+    plan = probe(recipe, epochs=epochs, lr=lr, batch_size=batch_size)
     classes = check_split(train_features, train_labels, test_features, test_labels, n_classes)
     x, y = train_features.float(), train_labels.long()
     mean, std = _statistics(x) if plan.standardise else (x.new_zeros(()), x.new_ones(()))
@@ -116,12 +115,12 @@ def linear_probe(
     def standard(rows: Tensor) -> Tensor:
         return (rows.float() - mean).div_(std) if plan.standardise else rows.float()
 
+    shape = (classes, x.shape[1])
     if epoch_features is None:
         x = standard(x)
-        weight, bias = _train(lambda _: x, y, (classes, x.shape[1]), plan, seed)
+        weight, bias = _train(lambda _: x, y, shape, plan, seed)
     else:
         given = epoch_features
-        shape = (classes, x.shape[1])
         weight, bias = _train(lambda epoch: standard(given(epoch)), y, shape, plan, seed)
     weight /= std
     bias -= (weight * mean).sum(dim=1)
@@ -133,54 +132,12 @@ def linear_probe(
     )
 
 
-def linear_probe_crops(
-    encoder: nn.Module,
-    train: ImageSet,
-    test: ImageSet,
-    *,
-    augment: Views | None = None,
-    recipe: str = "moco",
-    epochs: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> LinearResult:
-    """:func:`linear_probe` on features of new random crops and flips in every epoch, as in MoCo.
-
-    The encoder stays in eval mode and comes back as it was. ``augment`` is what it was trained
-    with: its size and normalisation are used. Costs a pass over ``train`` per epoch.
-    """
-    augment = Augmentation() if augment is None else augment
-    view, given = crop_flip(augment).view, RECIPES.get(recipe)
-    total = epochs or (given.epochs if given else 0)
-    if train.labels is None or test.labels is None:
-        raise FurlongError(f"{(train if train.labels is None else test).name} has no labels.")
-
-    def cropped(epoch: int) -> Tensor:
-        if progress is not None:
-            progress(epoch, total)
-        return features(encoder, train.pixels, view)
-
-    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
-    with with_seed(seed, device):
-        return linear_probe(
-            features(encoder, train.pixels, augment.plain),
-            train.labels,
-            features(encoder, test.pixels, augment.plain),
-            test.labels,
-            recipe=recipe,
-            epochs=epochs,
-            lr=lr,
-            batch_size=batch_size,
-            seed=seed,
-            n_classes=max(train.n_classes, test.n_classes),
-            epoch_features=cropped,
-        )
-
-
 def _train(
-    rows_of: Callable[[int], Tensor], y: Tensor, shape: tuple[int, int], plan: Recipe, seed: int
+    rows_of: Callable[[int], Tensor],
+    y: Tensor,
+    shape: tuple[int, int],
+    plan: ProbeRecipe,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     """Weight of ``shape`` classes×d and bias, trained on ``rows_of(epoch)`` N×d and ``y`` N.
 
@@ -228,3 +185,79 @@ def _accuracy(x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> float:
     if not torch.isfinite(scores).all():
         raise FurlongError("the linear probe diverged: its scores are not finite. Lower the rate.")
     return (scores.argmax(dim=1) == labels).float().mean().item()
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """Of :class:`Linear`; what is ``None`` is as the recipe says."""
+
+    recipe: str = setting("default", "How the classifier is trained: a key of RECIPES.")
+    epochs: int | None = setting(None, "Passes over the training images.", above=0)
+    lr: float | None = setting(None, "The learning rate.", above=0)
+    batch_size: int | None = setting(None, "Images per step.", above=0)
+
+
+@dataclass(frozen=True)
+class CropsOptions(LinearOptions):
+    """Of :class:`LinearCrops`."""
+
+    recipe: str = setting("moco", "How the classifier is trained: a key of RECIPES.")
+
+
+class Linear(Protocol[LinearOptions]):
+    """The test accuracy of a linear classifier that was trained on the features."""
+
+    Options: ClassVar[type] = LinearOptions
+    recipes = tuple(RECIPES)
+
+    def settings(self, _: Images) -> dict[str, Any]:
+        """The recipe with what was changed of it."""
+        given = asdict(self.options)
+        plan = probe(given.pop("recipe"), **given)
+        return {"recipe": self.options.recipe, **{name: getattr(plan, name) for name in given}}
+
+    def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
+        """The accuracy."""
+        return self._probe(encoded.features, encoded.images)
+
+    def _probe(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor, Tensor],
+        images: Images,
+        epoch_features: Callable[[int], Tensor] | None = None,
+    ) -> dict[str, Any]:
+        result = linear_probe(
+            *rows,
+            **self.settings(images),
+            seed=images.seed,
+            n_classes=images.classes,
+            epoch_features=epoch_features,
+        )
+        return {"accuracy": result.accuracy}
+
+
+class LinearCrops(Linear):
+    """The same on features of new random crops and flips in every epoch, as in MoCo.
+
+    The encoder stays in eval mode. Costs a pass over the training images per epoch.
+    """
+
+    Options: ClassVar[type] = CropsOptions
+
+    def measure(self, encoded: Encoded, progress: Progress = silent) -> dict[str, Any]:
+        """The accuracy."""
+        images, encoder = encoded.images, encoded.encoder
+        train, test = images.labelled()
+        assert train.labels is not None
+        assert test.labels is not None
+        view, total = crop_flip(images.augment).view, self.settings(images)["epochs"]
+
+        def cropped(epoch: int) -> Tensor:
+            progress(epoch, total)
+            return features(encoder, train.pixels, view)
+
+        with with_seed(images.seed, encoded.device):
+            ours, theirs = (
+                features(encoder, part.pixels, images.augment.plain) for part in (train, test)
+            )
+            return self._probe((ours, train.labels, theirs, test.labels), images, cropped)

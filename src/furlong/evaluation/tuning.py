@@ -1,27 +1,29 @@
-"""Fine-tuning: a new head on an encoder, both trained with labels; the base of two protocols."""
+"""Fine-tuning: a new head on an encoder, both trained with labels; and transfer by it.
+
+Transfer asks whether what was learnt on one set of images helps on another (FedU, FedCA).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.data.augment import Augmentation, Recipe, crop_flip
+from furlong.data.augment import Recipe, crop_flip
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.features import features
 from furlong.evaluation.linear import decay
+from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.nn.encoders import out_dim
 from furlong.seeding import with_seed
-
-Progress = Callable[[int, int], None]
-"""Called with the epochs done and the epochs in all."""
+from furlong.settings import setting
 
 
 def check_batch(size: int) -> None:
@@ -114,16 +116,15 @@ def fine_tune(
     test: ImageSet,
     plan: Tuning,
     *,
-    augment: Recipe | None = None,
+    augment: Recipe,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> TuningResult:
     """Train ``encoder`` with a new head on all of ``train``; its accuracy on ``test`` at the end.
 
     ``augment`` is what the encoder was trained with: its size and normalisation are used. The
     encoder comes back exactly as it was. The test images are looked at once, after the last epoch.
     """
-    augment = Augmentation() if augment is None else augment
     if train.labels is None or test.labels is None:
         raise FurlongError(f"{(train if train.labels is None else test).name} has no labels.")
     if len(train) < 2 or not len(test):
@@ -134,7 +135,7 @@ def fine_tune(
     with borrowed(encoder), with_seed(seed, device):
         width = out_dim(encoder, train.channels, augment.plain(train.pixels[:1]).shape[-1])
         head = new_head(plan.head, width, classes).to(device)
-        _train(encoder, head, train, view, plan, device, progress or (lambda *_: None))
+        _train(encoder, head, train, view, plan, device, progress)
         model = nn.Sequential(encoder, head)
         return TuningResult(
             accuracy(model, test, augment), accuracy(model, train, augment), len(train)
@@ -196,3 +197,85 @@ def _train(
                 )
             optimiser.step()
         progress(epoch + 1, plan.epochs)
+
+
+@dataclass(frozen=True)
+class TuningOptions:
+    """Of a protocol that fine-tunes; what is ``None`` is as the recipe says."""
+
+    recipe: str = setting("fedu", "How encoder and head are trained: a key of TUNINGS.")
+    epochs: int | None = setting(None, "Passes over the labelled images.", above=0)
+    batch_size: int | None = setting(None, "Images per step.", at_least=2)
+    lr: float | None = setting(None, "The encoder's learning rate.", above=0)
+    head_lr: float | None = setting(None, "The head's learning rate.", above=0)
+    finetune: Literal["full", "head_bn"] | None = setting(
+        None, "full: everything is trained; head_bn: the head, and BatchNorm's statistics move."
+    )
+    head: Literal["linear", "mlp"] | None = setting(None, "mlp has one hidden layer.")
+    crops: bool | None = setting(None, "Random crops and flips instead of the plain images.")
+
+
+class FineTuned(Protocol[TuningOptions]):
+    """The accuracy of an encoder after fine-tuning with a new head."""
+
+    Options: ClassVar[type] = TuningOptions
+    recipes = tuple(TUNINGS)
+
+    @property
+    def recipe(self) -> str:
+        """The name of the recipe."""
+        return self.options.recipe
+
+    @property
+    def plan(self) -> Tuning:
+        """The recipe with what was changed of it."""
+        return tuning(self.recipe, **self._changes())
+
+    def _changes(self) -> dict[str, Any]:
+        names = [field.name for field in fields(TuningOptions) if field.name != "recipe"]
+        return {name: getattr(self.options, name) for name in names}
+
+    def settings(self, _: Images) -> dict[str, Any]:
+        """The recipe with what was changed of it."""
+        plan = self.plan
+        return {"recipe": self.recipe, **{name: getattr(plan, name) for name in self._changes()}}
+
+    def labelled(self, images: Images) -> ImageSet:
+        """The images that are trained on."""
+        return images.train
+
+    def measure(self, encoded: Encoded, progress: Progress = silent) -> dict[str, Any]:
+        """The accuracies on test and training images, and how many of these there were."""
+        images = encoded.images
+        result = fine_tune(
+            encoded.encoder,
+            self.labelled(images),
+            images.labelled()[1],
+            self.plan,
+            augment=images.augment,
+            seed=images.seed,
+            progress=progress,
+        )
+        return asdict(result)
+
+
+@dataclass(frozen=True)
+class TransferOptions(TuningOptions):
+    """Also where the other set lies and how much of it is used."""
+
+    root: str | None = setting(None, "Where the other set lies.")
+    images: int | None = setting(None, "Use at most this many of its training images.", above=0)
+    test_images: int | None = setting(None, "Use at most this many test images.", above=0)
+
+
+class Transfer(FineTuned):
+    """Fine-tuning on all of another set; beside it a random start: what that set itself teaches."""
+
+    Options: ClassVar[type] = TransferOptions
+    other_set = True
+    with_random = True
+
+    def settings(self, images: Images) -> dict[str, Any]:
+        """The recipe, and how many images there were."""
+        train, test = images.labelled()
+        return {**super().settings(images), "images": len(train), "test_images": len(test)}

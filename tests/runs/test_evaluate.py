@@ -20,17 +20,21 @@ from furlong.core.payload import pack_tensors, traffic
 from furlong.core.weights import snapshot
 from furlong.data import images as data
 from furlong.errors import FurlongError
-from furlong.evaluation import fine_tune, semi_supervised, tuning
-from furlong.runs import config, loop, measure
-from furlong.runs.finetune import FederatedTuning, FineTuned, federated_fine_tune, labelled
+from furlong.evaluation import tuning as tuning_module
+from furlong.evaluation.knn import KNN
+from furlong.evaluation.protocol import Encoded, Progress, Protocol, silent
+from furlong.evaluation.semi import stratified
+from furlong.evaluation.tuning import fine_tune, tuning
+from furlong.runs import config, evaluate, loop
+from furlong.runs.finetune import ClientImages, FederatedOptions, TwoRates, labelled
 from furlong.runs.folder import RunFolder, load_encoder
 from furlong.runs.loop import Run
-from furlong.runs.measure import Protocol
-from furlong.runs.monitor import Watch
-from furlong.runs.prepare import prepare
+from furlong.runs.observers import Monitor
+from furlong.runs.prepare import Prepared, prepare
+from furlong.runs.results import protocols
 from tests.conftest import tiny
 
-FAST = FederatedTuning(rounds=2, batch_size=8)
+FAST = FederatedOptions(rounds=2, batch_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +43,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def settings_of(run: Run) -> config.Config:
-    return measure.settings_of(run.folder)
+    return evaluate.settings_of(run.folder)
 
 
 # ---------------------------------------------------------------- words
 
 
+def parse(words: str) -> list[Protocol[Any]]:
+    return protocols(config.EvaluateSettings(), words)
+
+
 def test_protocols_are_read() -> None:
-    found = measure.parse("knn, linear,semi-10:epochs=5:recipe=fcl,federated-1,transfer:mnist,knn")
+    found = parse("knn, linear,semi-10:epochs=5:recipe=fcl,federated-1,transfer:mnist,knn")
     assert [p.kind for p in found] == ["knn", "linear", "semi", "federated", "transfer"]
     assert [p.share for p in found] == [1, 1, 0.1, 0.01, 1]
     assert (found[2].options.epochs, found[2].options.recipe) == (5, "fcl")
-    assert found[3].options == FederatedTuning()
-    own = Protocol.parse("transfer:folder:/a/b:root=/c:images=7")
+    assert found[3].options == FederatedOptions()
+    (own,) = parse("transfer:folder:/a/b:root=/c:images=7")
     assert (own.target, own.options.images, own.options.root) == ("folder:/a/b", 7, "/c")
     assert own.text == "transfer:folder:/a/b:images=7"
 
@@ -71,14 +79,14 @@ def test_protocols_are_read() -> None:
         ("semi-10:recipe=fcll", "Did you mean 'fcl'?"),
         ("linear:recipe=fcl-10", "recipe 'fcl-10'"),
         ("semi-10:finetune=head", "Did you mean 'head_bn'?"),
-        ("knn,linear:lr=nan", "'linear:lr=nan': lr is nan; it must be above 0 and finite"),
+        ("knn,linear:lr=nan", "'linear:lr=nan': linear.lr is nan; it must be above 0 and finite"),
         ("linear:lr=inf", "lr is inf"),
         ("knn:temperature=nan", "temperature is nan"),
         ("federated-10:momentum=1", "momentum is 1.0; it must be at least 0 and below 1"),
-        ("semi-10:batch_size=1", "'semi-10:batch_size=1': batch_size is 1"),
-        ("semi-10:recipe=fcl:batch_size=1", "needs at least 2"),
-        ("transfer:mnist:batch_size=1", "needs at least 2"),
-        ("federated-10:batch_size=1", "needs at least 2"),
+        ("semi-10:batch_size=1", "'semi-10:batch_size=1': semi-10.batch_size is 1"),
+        ("semi-10:recipe=fcl:batch_size=1", "batch_size is 1; it must be at least 2"),
+        ("transfer:mnist:batch_size=1", "batch_size is 1; it must be at least 2"),
+        ("federated-10:batch_size=1", "batch_size is 1; it must be at least 2"),
         ("transfer:folder:/a,b", "unknown protocol 'b'. Valid:"),
         ("transfer:folder:/a,b", "cannot hold ',' or '=': make a link"),
         ("transfer:folder:/a=b", "cannot hold ',' or '=': make a link"),
@@ -87,13 +95,13 @@ def test_protocols_are_read() -> None:
 )
 def test_mistakes_are_explained(word: str, message: str) -> None:
     with pytest.raises(FurlongError) as caught:
-        measure.parse(word)
+        parse(word)
     assert message in str(caught.value)
 
 
 def test_values_at_the_edge_are_taken() -> None:
     words = "federated-10:momentum=0:batch_size=2,linear:batch_size=1,transfer:folder:/a:b"
-    one, _, other = measure.parse(words)
+    one, _, other = parse(words)
     assert (one.options.momentum, other.target) == (0, "folder:/a:b")
 
 
@@ -106,7 +114,7 @@ def test_rows_of_all_protocols(run: Run) -> None:
         "transfer:shapes:epochs=1:images=20:test_images=10,quality"
     )
     told: list[tuple[str, int, int]] = []
-    rows = measure.evaluate(
+    rows = evaluate.evaluate(
         run.folder, settings_of(run), words, tell=lambda *step: told.append(step)
     )
     assert [(r["who"], r["protocol"].split(":")[0]) for r in rows] == [
@@ -135,19 +143,19 @@ def test_rows_of_all_protocols(run: Run) -> None:
 def test_rows_are_merged_by_what_they_say(run: Run) -> None:
     (run.folder / "evaluations.json").unlink(missing_ok=True)
     settings = settings_of(run)
-    first = measure.evaluate(run.folder, settings, "knn,quality", random=True)
+    first = evaluate.evaluate(run.folder, settings, "knn,quality", random=True)
     assert [(r["who"], r["protocol"]) for r in first] == [
         (w, p) for p in ("knn", "quality") for w in ("federated", "random")
     ]
-    measure.evaluate(run.folder, settings, "knn:k=3")
-    measure.evaluate(run.folder, settings, "knn")
+    evaluate.evaluate(run.folder, settings, "knn:k=3")
+    evaluate.evaluate(run.folder, settings, "knn")
     kept = RunFolder(run.folder).evaluations()
     assert [r["protocol"] for r in kept] == ["knn", "knn", "quality", "quality", "knn:k=3"]
-    measure.evaluate(run.folder, replace(settings, run=replace(settings.run, seed=1)), "knn")
+    evaluate.evaluate(run.folder, replace(settings, run=replace(settings.run, seed=1)), "knn")
     assert len(RunFolder(run.folder).evaluations()) == 6  # measured with another seed
     (run.folder / "evaluations.json").write_text("{}")
     with pytest.raises(FurlongError, match="move it away"):
-        measure.evaluate(run.folder, settings, "knn")
+        evaluate.evaluate(run.folder, settings, "knn")
     (run.folder / "evaluations.json").unlink()
 
 
@@ -169,16 +177,16 @@ def test_rows_are_merged_by_what_they_say(run: Run) -> None:
 def test_rows_say_what_differs_from_the_run(
     run: Run, word: str, changes: dict[str, Any], told: dict[str, Any]
 ) -> None:
-    rows = measure.evaluate(run.folder, measure.settings_of(run.folder, changes), word)
+    rows = evaluate.evaluate(run.folder, evaluate.settings_of(run.folder, changes), word)
     (run.folder / "evaluations.json").unlink()
     for row in rows:
         assert {k: v for k, v in row["settings"].items() if "." in k} == told
 
 
 def test_nothing_that_is_not_a_number_is_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "knn", lambda *_, **__: float("nan"))
+    monkeypatch.setattr(KNN, "measure", lambda *_: {"accuracy": float("nan")})
     with pytest.raises(FurlongError, match="knn of federated: accuracy is nan"):
-        measure.evaluate(run.folder, settings_of(run), "knn")
+        evaluate.evaluate(run.folder, settings_of(run), "knn")
     assert not (run.folder / "evaluations.json").exists()
 
 
@@ -213,10 +221,10 @@ def heap(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return loop.run(tiny(rounds=1, **where, **options))
 
 
-def bench_of(run: Run, changes: dict[str, Any]) -> measure.Bench:
-    settings = measure.settings_of(run.folder, changes)
-    found = measure.subject(run.folder, settings, lambda _: None)
-    return measure.Bench(found, settings, settings_of(run), split=False)
+def bench_of(run: Run, changes: dict[str, Any]) -> evaluate.Bench:
+    settings = evaluate.settings_of(run.folder, changes)
+    found = evaluate.subject(run.folder, settings, lambda _: None)
+    return evaluate.Bench(found, settings, settings_of(run), [])
 
 
 @pytest.mark.parametrize(
@@ -232,13 +240,14 @@ def bench_of(run: Run, changes: dict[str, Any]) -> measure.Bench:
 def test_no_test_image_was_trained_on(heap: Run, changes: dict[str, Any]) -> None:
     trained = prepare(settings_of(heap))
     bench = bench_of(heap, changes)
-    assert colours(bench.test) <= colours(trained.test)
-    assert colours(bench.train) <= colours(trained.train)
-    assert not colours(bench.test) & colours(trained.train)
-    assert len(bench.test) == changes.get("data.test_images", 4)
-    assert len(bench.train) == changes.get("data.images", 36)
-    target = f"transfer:{heap.summary['data']}:images=10"
-    train, test = measure._target(Protocol.parse(target), bench)
+    train, test = bench.images.labelled()
+    assert colours(test) <= colours(trained.test)
+    assert colours(train) <= colours(trained.train)
+    assert not colours(test) & colours(trained.train)
+    assert len(test) == changes.get("data.test_images", 4)
+    assert len(train) == changes.get("data.images", 36)
+    (target,) = parse(f"transfer:{heap.summary['data']}:images=10")
+    train, test = bench.measured_on(target).labelled()
     assert len(train) == 10
     assert not (colours(test) - colours(trained.test))
 
@@ -250,12 +259,12 @@ def test_more_images_than_the_run_had_are_refused(heap: Run, count: object) -> N
 
 
 def test_the_seed_of_an_evaluation_changes_heads_and_labels_only(run: Run) -> None:
-    first, other = bench_of(run, {}), bench_of(run, {"seed": 1})
+    first, other = bench_of(run, {}).images, bench_of(run, {"seed": 1}).images
     assert (first.seed, other.seed) == (0, 1)
-    for one, two in ((first.train, other.train), (first.test, other.test)):
+    for one, two in zip(first.labelled(), other.labelled(), strict=True):
         assert torch.equal(one.pixels, two.pixels)
     more = bench_of(run, {"data.images": 90})  # there is a test split: nothing can leak
-    assert len(more.train) == 90
+    assert len(more.images.train) == 90
 
 
 def test_labels_below_sites_stay_labels(tmp_path: Path) -> None:
@@ -264,17 +273,17 @@ def test_labels_below_sites_stay_labels(tmp_path: Path) -> None:
     where = {"data": f"folder:{images}", "out": str(tmp_path / "run")}
     options = {"data.images": "none", "clients": "none", "partition": "natural"}
     run = loop.run(tiny(rounds=1, **where, **options))
-    assert bench_of(run, {}).train.classes == ("a", "b")
-    assert bench_of(run, {"partition": "iid"}).train.classes == ("a", "b")
-    (row,) = measure.evaluate(run.folder, settings_of(run), "knn")
+    assert bench_of(run, {}).images.train.classes == ("a", "b")
+    assert bench_of(run, {"partition": "iid"}).images.train.classes == ("a", "b")
+    (row,) = evaluate.evaluate(run.folder, settings_of(run), "knn")
     assert row["accuracy"] == run.accuracy("knn")
     few = draw(tmp_path / "labelled", per_class=10)  # another set has folders of its own kind
-    assert bench_of(run, {"data": f"folder:{few}"}).train.classes == ("a", "b")
+    assert bench_of(run, {"data": f"folder:{few}"}).images.train.classes == ("a", "b")
 
 
 def test_transfer_holds_out_where_there_is_no_test_split(run: Run, tmp_path: Path) -> None:
     place = draw(tmp_path / "images", per_class=20)
-    rows = measure.evaluate(run.folder, settings_of(run), f"transfer:folder:{place}:epochs=1")
+    rows = evaluate.evaluate(run.folder, settings_of(run), f"transfer:folder:{place}:epochs=1")
     assert [r["settings"]["images"] for r in rows] == [36, 36]
     assert [r["settings"]["test_images"] for r in rows] == [4, 4]
     (run.folder / "evaluations.json").unlink()
@@ -288,10 +297,10 @@ def test_another_data_set_has_another_name(run: Run, tmp_path: Path) -> None:
                 place.mkdir(parents=True, exist_ok=True)
                 colour = (250 if label == "a" else 5, 10 * k, 0)
                 Image.new("RGB", (20, 20), colour).save(place / f"{k}.png")
-    settings = measure.settings_of(
+    settings = evaluate.settings_of(
         run.folder, {"data": f"folder:{tmp_path / 'set'}", "data.images": "none"}
     )
-    (row,) = measure.evaluate(run.folder, settings, "knn:k=1")
+    (row,) = evaluate.evaluate(run.folder, settings, "knn:k=1")
     assert row["protocol"] == f"knn:k=1 on folder:{tmp_path / 'set'}"
     assert row["accuracy"] == 1  # resized to the 16 pixels of the encoder
     (run.folder / "evaluations.json").unlink()
@@ -299,13 +308,14 @@ def test_another_data_set_has_another_name(run: Run, tmp_path: Path) -> None:
 
 def test_semi_is_that_of_the_library(run: Run) -> None:
     settings = settings_of(run)
-    (row,) = measure.evaluate(run.folder, settings, "semi-20:recipe=fcl:epochs=2")
+    (row,) = evaluate.evaluate(run.folder, settings, "semi-20:recipe=fcl:epochs=2")
     prepared = prepare(settings)
     assert prepared.test is not None
-    plan = tuning("fcl-10", epochs=2)
-    expected = semi_supervised(
-        load_encoder(run.folder), prepared.train, prepared.test, 0.2,
-        plan=plan, augment=prepared.setup.augment, seed=0,
+    assert prepared.train.labels is not None
+    few = prepared.train.subset(stratified(prepared.train.labels, 0.2, seed=0))
+    expected = fine_tune(
+        load_encoder(run.folder), few, prepared.test, tuning("fcl-10", epochs=2),
+        augment=prepared.setup.augment, seed=0,
     )  # fmt: skip
     assert row["accuracy"] == expected.accuracy
     assert row["labelled"] == expected.labelled
@@ -313,7 +323,7 @@ def test_semi_is_that_of_the_library(run: Run) -> None:
 
 
 def test_transfer_is_that_of_the_library(run: Run) -> None:
-    rows = measure.evaluate(
+    rows = evaluate.evaluate(
         run.folder, settings_of(run), "transfer:shapes:epochs=1:images=30:test_images=20"
     )
     target = [
@@ -333,13 +343,13 @@ def test_what_is_wrong_shows_before_anything_is_trained(
     def trained(*_: Any, **__: Any) -> None:
         raise AssertionError("trained before the mistake was found")
 
-    monkeypatch.setattr(measure, "semi_supervised", trained)
+    monkeypatch.setattr(tuning_module, "fine_tune", trained)
     for last, message in (
         ("semi-1", "less than one for each of its 10 classes"),
         ("transfer:mnist:root=/nowhere", "/nowhere does not exist"),
     ):
         with pytest.raises(FurlongError, match=message):
-            measure.evaluate(run.folder, settings_of(run), f"semi-20,{last}")
+            evaluate.evaluate(run.folder, settings_of(run), f"semi-20,{last}")
 
 
 # ---------------------------------------------------------------- subjects
@@ -354,11 +364,11 @@ def test_a_checkpoint_is_measured_and_named(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         loop.run(tiny(rounds=3, out=str(out)), show=interrupt)
     said: list[str] = []
-    rows = measure.evaluate(out, measure.settings_of(out), "knn", say=said.append)
+    rows = evaluate.evaluate(out, evaluate.settings_of(out), "knn", say=said.append)
     assert [r["who"] for r in rows] == ["federated, exchange 1 of 3"]
     assert any("after exchange 1 of 3" in text for text in said)
     run = loop.resume(out)
-    later = measure.evaluate(out, measure.settings_of(out), "knn")
+    later = evaluate.evaluate(out, evaluate.settings_of(out), "knn")
     assert [r["who"] for r in later] == ["federated"]
     assert later[0]["accuracy"] == run.accuracy("knn")
     assert len(RunFolder(out).evaluations()) == 2
@@ -367,19 +377,19 @@ def test_a_checkpoint_is_measured_and_named(tmp_path: Path) -> None:
 def test_a_run_without_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(tiny().toml())
     with pytest.raises(FurlongError, match="no checkpoint yet"):
-        measure.evaluate(tmp_path, measure.settings_of(tmp_path), "knn")
+        evaluate.evaluate(tmp_path, evaluate.settings_of(tmp_path), "knn")
 
 
 def test_every_client_alone_is_measured(tmp_path: Path) -> None:
     run = loop.run(tiny(rounds=1, bound="single", out=str(tmp_path / "run")))
     settings = settings_of(run)
-    rows = measure.evaluate(run.folder, settings, "knn", random=True)
+    rows = evaluate.evaluate(run.folder, settings, "knn", random=True)
     assert [r["who"] for r in rows] == [
         "client 0 alone", "client 1 alone", "client 2 alone", "random", "alone"
     ]  # fmt: skip
     (wanted,) = [r for r in run.summary["results"] if (r["who"], r["protocol"]) == ("alone", "knn")]
     assert (rows[-1]["accuracy"], rows[-1]["std"]) == (wanted["accuracy"], wanted["std"])
-    mean = measure.evaluate(run.folder, settings, "quality,federated-50:rounds=1")
+    mean = evaluate.evaluate(run.folder, settings, "quality,federated-50:rounds=1")
     (alone,) = [r for r in mean if r["who"] == "alone" and r["protocol"] == "quality"]
     each = [r for r in mean if " alone" in r["who"] and r["protocol"] == "quality"]
     ranks = [r["effective_rank"] for r in each]
@@ -387,7 +397,7 @@ def test_every_client_alone_is_measured(tmp_path: Path) -> None:
     assert [r["labels"] for r in mean if r["who"] == "alone"] == [0, 0.5]
     shutil.rmtree(run.folder / "checkpoints")
     said: list[str] = []
-    (only,) = measure.evaluate(run.folder, settings, "knn", say=said.append)
+    (only,) = evaluate.evaluate(run.folder, settings, "knn", say=said.append)
     assert only["who"] == "client 0 alone"
     assert "not the mean over clients" in said[0]
 
@@ -403,36 +413,55 @@ def exported(run: Run, path: Path, **changes: str) -> Path:
 def test_an_exported_encoder_gives_the_same_numbers(run: Run, tmp_path: Path) -> None:
     place = exported(run, tmp_path / "mine.safetensors")
     limits = {"data.images": 72, "data.test_images": 40, "workers": 1}
-    rows = measure.evaluate(place, measure.settings_of(place, limits), "knn,linear")
+    rows = evaluate.evaluate(place, evaluate.settings_of(place, limits), "knn,linear")
     assert [r["who"] for r in rows] == ["encoder"] * 2
     assert [r["accuracy"] for r in rows] == [run.accuracy("knn"), run.accuracy("linear")]
     assert list(tmp_path.iterdir()) == [place]
     said: list[str] = []
-    measure.evaluate(place, measure.settings_of(place, limits), "knn", say=said.append)
+    evaluate.evaluate(place, evaluate.settings_of(place, limits), "knn", say=said.append)
     assert said == []
-    measure.evaluate(place, measure.settings_of(place, limits), "knn", random=True, say=said.append)
+    evaluate.evaluate(
+        place, evaluate.settings_of(place, limits), "knn", random=True, say=said.append
+    )
     assert "'random' is a random encoder of the same kind" in said.pop()
     folder = {"data": f"folder:{draw(tmp_path / 'set', per_class=10)}", "workers": 1}
-    measure.evaluate(place, measure.settings_of(place, folder), "knn", say=said.append)
+    evaluate.evaluate(place, evaluate.settings_of(place, folder), "knn", say=said.append)
     assert "does not say which images were held out" in said.pop()
     other = exported(run, tmp_path / "other.safetensors", data="folder:mine")
     with pytest.raises(FurlongError, match=r"say which images, e\.g\. --data folder:mine"):
-        measure.settings_of(other)
+        evaluate.settings_of(other)
 
 
 def test_the_encoder_survives_all(run: Run) -> None:
-    subject = measure.subject(run.folder, settings_of(run), lambda _: None)
-    bench = measure.Bench(subject, settings_of(run), settings_of(run), split=True)
+    subject = evaluate.subject(run.folder, settings_of(run), lambda _: None)
+    asked = parse("semi-20:epochs=1,federated-30:rounds=1,quality,linear-crops:epochs=1")
+    bench = evaluate.Bench(subject, settings_of(run), settings_of(run), asked)
     (encoder,) = subject.encoders.values()
     before = snapshot(encoder)
-    for word in ("semi-20:epochs=1", "federated-30:rounds=1", "quality", "linear-crops:epochs=1"):
-        job = measure._job(Protocol.parse(word), bench, False)
-        assert list(job(lambda *_: None))
+    for protocol in asked:
+        assert protocol.measure(Encoded(encoder, bench.images))
     assert all(torch.equal(before[n], t) for n, t in snapshot(encoder).items())
     assert not any(part.training for part in encoder.modules())
 
 
 # ---------------------------------------------------------------- federated fine-tuning
+
+
+def tuned(
+    p: Prepared, percent: int, options: FederatedOptions, progress: Progress = silent
+) -> dict[str, Any]:
+    """The numbers of federated fine-tuning of the first encoder of a run."""
+    images = ClientImages(
+        p.train, p.test, p.setup.augment, p.setup.seed, p.federation, "iid", p.setup.encoder,
+        p.setup.device, 1, 1,
+    )  # fmt: skip
+    protocol = replace(parse(f"federated-{percent}")[0], options=options)
+    return protocol.measure(Encoded(first_encoder(p), images), progress)
+
+
+def first_encoder(p: Prepared) -> nn.Module:
+    found: nn.Module = p.method.encoder(p.server.init(), p.server.context(Exchange(round=0)))
+    return found
 
 
 def test_clients_label_their_own_images(prepared: Callable[..., Any]) -> None:
@@ -473,30 +502,28 @@ def test_federated_fine_tuning_starts_from_the_encoder(
     prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p = prepared()
-    encoder = p.server.method.encoder(p.server.init(), p.server.context(Exchange(round=0)))
     first: list[dict[str, Tensor]] = []
-    plain = FineTuned.local_update
+    plain = TwoRates.local_update
 
-    def note(self: FineTuned, state: None, down: Any, ctx: Any) -> Any:
+    def note(self: TwoRates, state: None, down: Any, ctx: Any) -> Any:
         first.append(down.weights)
         assert ctx.data.images.labels is not None
         return plain(self, state, down, ctx)
 
-    monkeypatch.setattr(FineTuned, "local_update", note)
-    before = snapshot(encoder)
+    monkeypatch.setattr(TwoRates, "local_update", note)
+    before = snapshot(first_encoder(p))
     steps: list[tuple[int, int]] = []
-    found = federated_fine_tune(encoder, p, 0.5, FAST, lambda *step: steps.append(step))
+    found = tuned(p, 50, FAST, lambda *step: steps.append(step))
     assert steps == [(1, 2), (2, 2)]
     assert all(torch.equal(first[0][f"backbone.{name}"], t) for name, t in before.items())
-    assert all(torch.equal(before[name], t) for name, t in snapshot(encoder).items())
-    assert found == federated_fine_tune(encoder, p, 0.5, FAST)
-    assert 36 <= found.labelled <= 50
+    assert found == tuned(p, 50, FAST)
+    assert 36 <= found["labelled"] <= 50
 
 
 def test_only_weights_leave_the_client(prepared: Callable[..., Any]) -> None:
     p = prepared()
     setup: Setup = replace(p.setup, classes=10)
-    server = replace(p.server, method=FineTuned(), setup=setup)
+    server = replace(p.server, method=TwoRates(), setup=setup)
     state = server.init()
     up = traffic(server.method.expected(state, 0, server.context(Exchange(round=0))))
     assert (up.features, up.scalars) == (0, 0)
@@ -504,16 +531,15 @@ def test_only_weights_leave_the_client(prepared: Callable[..., Any]) -> None:
 
 def test_head_and_encoder_have_their_own_rates(prepared: Callable[..., Any]) -> None:
     p = prepared()
-    encoder = p.server.method.encoder(p.server.init(), p.server.context(Exchange(round=0)))
     moved: dict[str, float] = {}
     for name, plan in (
         ("none", replace(FAST, rounds=1, lr=1e-30, head_lr=1e-30)),
         ("head", replace(FAST, rounds=1, lr=1e-30, head_lr=0.5)),
     ):
-        moved[name] = federated_fine_tune(encoder, p, 1.0, plan).train_accuracy
+        moved[name] = tuned(p, 100, plan)["train_accuracy"]
     assert moved["head"] > moved["none"]
-    deep = federated_fine_tune(encoder, p, 0.5, replace(FAST, rounds=1, head="mlp"))
-    assert 0 <= deep.accuracy <= 1
+    deep = tuned(p, 50, replace(FAST, rounds=1, head="mlp"))
+    assert 0 <= deep["accuracy"] <= 1
 
 
 # ---------------------------------------------------------------- the monitor
@@ -528,12 +554,12 @@ class Constant(nn.Module):
 
 def test_collapse_is_said_once(prepared: Callable[..., Any]) -> None:
     said: list[str] = []
-    watch = Watch(prepared(), said.append)
-    fine = watch.measure({"federated": nn.Flatten()})
+    monitor = Monitor(prepared(), said.append)
+    fine = monitor.measure({"federated": nn.Flatten()})
     assert said == []
     assert fine["effective_rank"] > 2  # type: ignore[operator]
     for _ in range(3):
-        found = watch.measure({"federated": nn.Flatten(), "other": Constant()})
+        found = monitor.measure({"federated": nn.Flatten(), "other": Constant()})
     assert len(said) == 1
     assert "collapsed (other): effective rank 1.0, spread 0.000" in said[0]
     assert found["effective_rank"] == pytest.approx((fine["effective_rank"] + 1) / 2)  # type: ignore[operator]
@@ -545,8 +571,9 @@ def test_what_cannot_be_measured_does_not_end_a_run(prepared: Callable[..., Any]
             return x.flatten(1) * torch.nan
 
     said: list[str] = []
-    assert Watch(prepared(), said.append).measure({"federated": Broken()}) == {}
-    assert "NaN" in said[0]
+    assert Monitor(prepared(), said.append).measure({"federated": Broken()}) == {}
+    assert len(said) == 2  # neither with labels nor without
+    assert all("NaN" in text for text in said)
 
 
 def test_the_monitor_needs_no_labels(tmp_path: Path) -> None:
@@ -563,7 +590,7 @@ def test_the_monitor_needs_no_labels(tmp_path: Path) -> None:
     assert line["knn"] is None
     assert line["effective_rank"] > 1
     assert line["uniformity"] < 0
-    (row,) = measure.evaluate(run.folder, settings_of(run), "quality")
+    (row,) = evaluate.evaluate(run.folder, settings_of(run), "quality")
     assert row["effective_rank"] > 1
     with pytest.raises(FurlongError, match=r"has no labels.*'quality' needs none"):
-        measure.evaluate(run.folder, settings_of(run), "quality,knn")
+        evaluate.evaluate(run.folder, settings_of(run), "quality,knn")

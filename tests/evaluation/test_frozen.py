@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from furlong.errors import FurlongError
-from furlong.evaluation import RECIPES, features, knn, knn_predict, linear_probe
+from furlong.evaluation.angles import angles
+from furlong.evaluation.features import features
+from furlong.evaluation.knn import knn, knn_predict
+from furlong.evaluation.linear import RECIPES, linear_probe
 from furlong.nn.encoders import build_encoder
 
 
@@ -198,3 +201,17 @@ def test_a_probe_that_diverged_has_no_accuracy() -> None:
     (x, y), (test, wanted) = blobs(40, spread=9), blobs(12, spread=9)
     with pytest.raises(FurlongError, match="the linear probe diverged"):
         linear_probe(x, y, test, wanted, recipe="moco", lr=1e38)
+
+
+def test_angles() -> None:
+    h = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
+    turn = math.radians(20)
+    rotation = torch.tensor([[math.cos(turn), math.sin(turn)], [-math.sin(turn), math.cos(turn)]])
+    assert angles(h, h).abs().max() == 0
+    assert torch.allclose(angles(h, 3 * h), torch.zeros(50, dtype=torch.float64), atol=1e-5)
+    twenty = torch.full((50,), 20.0, dtype=torch.float64)
+    assert torch.allclose(angles(h, h @ rotation), twenty, atol=1e-4)
+    assert torch.allclose(angles(h, -h), twenty * 9)
+    assert angles(torch.zeros(1, 2), torch.ones(1, 2)).item() == pytest.approx(90)
+    with pytest.raises(FurlongError, match="one shape"):
+        angles(h, h[:4])
