@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -115,3 +116,11 @@ def sites(tmp_path: Path, method: str = "fedsimclr", **options: Any) -> Config:
 
 class Killed(BaseException):
     """The server ends here."""
+
+
+def wait(holds: Callable[[], object], seconds: float, what: str) -> None:
+    """Until it holds."""
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, f"{what}: not within {seconds} s"
+        time.sleep(0.1)
