@@ -26,8 +26,8 @@ def bundle(settings: Mapping[str, Mapping[str, Any]]) -> str:
     app = {
         "publisher": "furlong",
         "components": {
-            "serverapp": "furlong.deploy.flower_app:server_app",
-            "clientapp": "furlong.deploy.flower_app:client_app",
+            "serverapp": "furlong.deploy.flower:server_app",
+            "clientapp": "furlong.deploy.flower:client_app",
         },
         "config": {**plain, "resume": ""},
     }

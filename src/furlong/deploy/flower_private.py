@@ -45,7 +45,6 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from furlong.deploy.registry import RegisteredNode
 from furlong.engines.inprocess import describe
 from furlong.errors import FurlongError
 
@@ -263,8 +262,21 @@ def _do_task(connection: Connection, token: str, answer: Callable[[Message], Mes
 
 
 @dataclass(frozen=True)
+class RegisteredNode:
+    """A node as the SuperLink has it."""
+
+    number: int
+    status: str  # registered, online, offline, unregistered
+
+    @property
+    def revoked(self) -> bool:
+        """Whether its key can never be used again."""
+        return self.status == "unregistered"
+
+
+@dataclass(frozen=True)
 class SuperLinkNodes:
-    """A :class:`furlong.deploy.registry.NodeList` of a SuperLink."""
+    """The list of nodes of a SuperLink; each call may raise a FurlongError."""
 
     connection: Connection
 

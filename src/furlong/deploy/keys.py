@@ -7,11 +7,12 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TypeVar
 
 from furlong.deploy.addresses import is_address
 from furlong.errors import FurlongError
@@ -28,6 +29,7 @@ except ImportError:  # it comes with Flower
         "the package cryptography is missing: pip install 'furlong-fl[flower]'"
     ) from None
 
+T = TypeVar("T")
 LOCAL = ("localhost", "127.0.0.1", "::1")  # nginx, furlong run and the health check use these
 _AUTHORITY_DAYS = 3650
 _NODE = re.compile(r"(?!server$)[a-z0-9][a-z0-9_-]{0,31}")  # the folder "server" is not a node's
@@ -61,14 +63,7 @@ class PublicKey:
 def read_public(path: Path) -> PublicKey:
     """A node's public key from a file of OpenSSH, with the site's name as the comment."""
     remedy = "It must be one that 'furlong certs DIR --own-key NAME' made (node.pub)."
-    try:
-        with path.open("rb") as file:
-            words = file.read(4096).decode("ascii").split()
-        key = serialization.load_ssh_public_key(" ".join(words[:2]).encode())
-    except OSError as error:
-        raise FurlongError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, UnsupportedAlgorithm):
-        raise FurlongError(f"{path} is not a public key of OpenSSH. {remedy}") from None
+    words, key = _read(path, _parse_public, f"a public key of OpenSSH. {remedy}")
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise FurlongError(f"{path} is a key of type {words[0]}, not ECDSA. {remedy}")
     name = " ".join(words[2:])
@@ -247,13 +242,29 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
 # ---------------------------------------------------------------- files
 
 
-def _load_certificate(path: Path) -> x509.Certificate:
+def _read(path: Path, parse: Callable[[bytes], T], what: str) -> T:
+    """What ``parse`` makes of a file, or an error that says what the file should be."""
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
+        return parse(path.read_bytes())
     except OSError as error:
         raise FurlongError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise FurlongError(f"{path} is not a certificate.") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise FurlongError(f"{path} is not {what}") from None
+
+
+def _load_certificate(path: Path) -> x509.Certificate:
+    return _read(path, x509.load_pem_x509_certificate, "a certificate.")
+
+
+def _parse_public(data: bytes) -> tuple[list[str], object]:
+    words = data.decode("ascii").split()
+    return words, serialization.load_ssh_public_key(" ".join(words[:2]).encode())
+
+
+def _parse_private(data: bytes) -> object:
+    if b"OPENSSH PRIVATE KEY" in data:
+        return serialization.load_ssh_private_key(data, None)
+    return serialization.load_pem_private_key(data, None)
 
 
 def _private(
@@ -269,15 +280,7 @@ def _private(
 
 
 def _load_private(path: Path) -> ec.EllipticCurvePrivateKey:
-    try:
-        data = path.read_bytes()
-        openssh = b"OPENSSH PRIVATE KEY" in data
-        load = serialization.load_ssh_private_key if openssh else serialization.load_pem_private_key
-        key = load(data, None)
-    except OSError as error:
-        raise FurlongError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise FurlongError(f"{path} is damaged or not a key without password.") from None
+    key = _read(path, _parse_private, "a whole key without password.")
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise FurlongError(f"{path} is not an ECDSA key.")
     return key

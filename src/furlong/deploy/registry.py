@@ -5,38 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
+from furlong.deploy.flower_private import RegisteredNode, SuperLinkNodes
 from furlong.deploy.keys import PublicKey, read_public
 from furlong.errors import FurlongError
 
 _TROUBLE = "not registered (furlong superlink tries again at its next start)"
-
-
-@dataclass(frozen=True)
-class RegisteredNode:
-    """A node as the SuperLink has it."""
-
-    number: int
-    status: str  # registered, online, offline, unregistered
-
-    @property
-    def revoked(self) -> bool:
-        """Whether its key can never be used again."""
-        return self.status == "unregistered"
-
-
-class NodeList(Protocol):
-    """The SuperLink's list; each call may raise a FurlongError."""
-
-    def nodes(self) -> dict[bytes, RegisteredNode]:
-        """All nodes that it knows, by key."""
-
-    def register(self, key: bytes, name: str) -> None:
-        """Let the node with this key connect."""
-
-    def unregister(self, number: int) -> None:
-        """Refuse a node and its key for ever."""
 
 
 @dataclass
@@ -47,7 +21,7 @@ class Registry:
     """
 
     certs: Path
-    known: NodeList
+    known: SuperLinkNodes
     _said: dict[Path, str] = field(default_factory=dict)
 
     def update(self) -> Iterator[str]:

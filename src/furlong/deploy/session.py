@@ -118,14 +118,12 @@ class Session:
     def _connect(self, clients: int) -> AbstractContextManager[Wire]:
         """To a SuperLink, or to a simulation of ``clients`` nodes."""
         require_flower()
+        from furlong.deploy.flower import connected, simulated
+
         settings, path = self._settings.flower, self._folder.path
         if settings.superlink is None:
-            from furlong.deploy.simulation import simulated
-
             self._say(f"starting Flower's simulation of {clients} nodes on Ray")
             return simulated(clients, path / "nodes", settings.cpus, path / "flower.log")
-        from furlong.deploy.flower import connected
-
         certs = None if settings.certs is None else Path(settings.certs)
         return connected(settings.superlink, certs, settings.insecure)
 

@@ -78,7 +78,7 @@ def keep_node(site: Site, superlink: str, certs: Path | None, patience: float) -
                         time.sleep(0.2)
                     watch = _Watch(child, log, superlink, site.say)
                     own = Connection(f"127.0.0.1:{port}", None, secret)
-                    serve(own, site.answer, watch.alive, site.say)
+                    serve(site, own, watch.alive)
                 if watch.connected:
                     last = time.monotonic()
                 ended = f"flower-supernode ended with code {child.returncode}"
