@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ def test_dry_run(
     assert settings is not None
     agree.write_text(settings.toml())
     words = ["node", "--data", "shapes", "--images", "50", "--name", "amber", "--dry-run"]
-    main([*words, "--agree", str(agree), "--state", str(tmp_path / "state")])
+    with suppress(SystemExit):
+        main([*words, "--agree", str(agree), "--state", str(tmp_path / "state")])
     said = capsys.readouterr().out
     assert "amber" in said
     assert "50" in said
