@@ -113,7 +113,7 @@ def test_a_federation_behind_nginx(tmp_path: Path) -> None:
     def nodes() -> dict[str, str]:
         names, connection = certs.node_keys(server), Connection(f"127.0.0.1:{inside}", authority)
         found = SuperLinkNodes(connection).nodes()
-        return {names.get(key, "?"): each.status for key, each in found.items()}
+        return {names.get(key, "?"): status for key, (_, status) in found.items()}
 
     with processes.running(command, own, log) as superlink:
         wait(lambda: superlink.poll() is not None or "Next:" in log.read_text(), 90, "SuperLink")

@@ -11,7 +11,6 @@ from furlong.errors import FurlongError
 pytest.importorskip("flwr")
 
 from furlong.deploy import certs
-from furlong.deploy.flower_private import RegisteredNode
 from furlong.deploy.registry import Registry
 
 
@@ -19,11 +18,11 @@ class Listed:
     """A SuperLink's list."""
 
     def __init__(self, names: dict[bytes, str]) -> None:
-        self.names, self.known = names, dict[str, RegisteredNode]()
+        self.names, self.known = names, dict[str, tuple[int, str]]()
         self.called: list[tuple[str, object]] = []
         self.broken = ""
 
-    def nodes(self) -> dict[bytes, RegisteredNode]:
+    def nodes(self) -> dict[bytes, tuple[int, str]]:
         self.fail()
         keys = {name: key for key, name in self.names.items()}
         return {keys[name]: node for name, node in self.known.items()}
@@ -53,15 +52,15 @@ def test_the_registry_follows_the_files(tmp_path: Path) -> None:
     assert list(registry.update()) == []  # said once
     listed.broken = ""
 
-    listed.known["hospital-a"] = RegisteredNode(5, "online")
+    listed.known["hospital-a"] = (5, "online")
     (server / "nodes/odd.pub").write_text("no key")
     *news, odd = registry.update()
     assert news == ["hospital-a: online", "hospital-b: registered"]
     assert odd.startswith("odd: not registered")
     assert listed.called == [("register", "hospital-b")]
 
-    listed.known["hospital-b"] = RegisteredNode(7, "registered")
-    listed.known["hospital-a"] = RegisteredNode(5, "offline")
+    listed.known["hospital-b"] = (7, "registered")
+    listed.known["hospital-a"] = (5, "offline")
     assert list(registry.update()) == ["hospital-a: offline"]
     certs.revoke_node(tmp_path, "hospital-a")
     listed.broken = "unregister"
@@ -69,8 +68,8 @@ def test_the_registry_follows_the_files(tmp_path: Path) -> None:
     listed.broken = ""
     assert list(registry.update()) == ["hospital-a: revoked"]  # tried again
     assert listed.called[1:] == [("unregister", 5)]
-    listed.known["hospital-a"] = RegisteredNode(5, "unregistered")
-    listed.known["hospital-b"] = RegisteredNode(7, "unregistered")  # by somebody else
+    listed.known["hospital-a"] = (5, "unregistered")
+    listed.known["hospital-b"] = (7, "unregistered")  # by somebody else
     (said,) = registry.update()
     assert "its key cannot be used again" in said
     (server / "nodes/hospital-b.pub").unlink()  # a slip: means nothing

@@ -262,29 +262,19 @@ def _do_task(connection: Connection, token: str, answer: Callable[[Message], Mes
 
 
 @dataclass(frozen=True)
-class RegisteredNode:
-    """A node as the SuperLink has it."""
-
-    number: int
-    status: str  # registered, online, offline, unregistered
-
-    @property
-    def revoked(self) -> bool:
-        """Whether its key can never be used again."""
-        return self.status == "unregistered"
-
-
-@dataclass(frozen=True)
 class SuperLinkNodes:
     """The list of nodes of a SuperLink; each call may raise a FurlongError."""
 
     connection: Connection
 
-    def nodes(self) -> dict[bytes, RegisteredNode]:
-        """All nodes that it knows, by key."""
+    def nodes(self) -> dict[bytes, tuple[int, str]]:
+        """Numbers and states of all nodes that it knows, by key.
+
+        A state is registered, online, offline or, of a key that is lost for ever, unregistered.
+        """
         with self._control() as control:
             found = control.ListNodes(ListNodesRequest()).nodes_info
-        return {bytes(n.public_key): RegisteredNode(n.node_id, n.status) for n in found}
+        return {bytes(n.public_key): (n.node_id, n.status) for n in found}
 
     def register(self, key: bytes, name: str) -> None:
         """Let the node with this key connect."""

@@ -32,6 +32,10 @@ except ImportError:  # it comes with Flower
 T = TypeVar("T")
 LOCAL = ("localhost", "127.0.0.1", "::1")  # nginx, furlong run and the health check use these
 _AUTHORITY_DAYS = 3650
+_USES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+    *("key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 _NODE = re.compile(r"(?!server$)[a-z0-9][a-z0-9_-]{0,31}")  # the folder "server" is not a node's
 _NAME_RULE = "a word of at most 32 small letters, digits, - and _, not 'server'."
 
@@ -193,9 +197,10 @@ def _certify(
     """Write a certificate: of a server with ``names``; without ``issuer``, of the authority."""
     about = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
     mine = theirs = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    allowed = ("key_cert_sign", "crl_sign") if issuer is None else ("digital_signature",)
     extensions: list[tuple[x509.ExtensionType, bool]] = [
         (x509.BasicConstraints(ca=issuer is None, path_length=0 if issuer is None else None), True),
-        (_usage(signs_certificates=issuer is None), True),
+        (x509.KeyUsage(**{use: use in allowed for use in _USES}), True),
         (mine, False),
     ]
     if issuer is not None:
@@ -223,20 +228,6 @@ def _certify(
 
 def _alternative(name: str) -> x509.GeneralName:
     return x509.IPAddress(ip_address(name)) if is_address(name) else x509.DNSName(name)
-
-
-def _usage(signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
 
 
 # ---------------------------------------------------------------- files

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from furlong.deploy.flower_private import RegisteredNode, SuperLinkNodes
+from furlong.deploy.flower_private import SuperLinkNodes
 from furlong.deploy.keys import PublicKey, read_public
 from furlong.errors import FurlongError
 
+Nodes = dict[bytes, tuple[int, str]]  # key -> number and state
+Action = Callable[[PublicKey, int, str], str]
 _TROUBLE = "not registered (furlong superlink tries again at its next start)"
 
 
@@ -32,24 +34,18 @@ class Registry:
             yield from self._new(self.certs, str(error))
             return
         for path in sorted(self.certs.glob("revoked/*.pub")):
-            yield from self._one(path, nodes, self._revoke, "NOT YET REVOKED")
+            yield from self._one(path, self._revoke, nodes, "NOT YET REVOKED")
         for path in sorted(self.certs.glob("nodes/*.pub")):
             if not self._said.get(path, "").startswith(_TROUBLE):
-                yield from self._one(path, nodes, self._admit, _TROUBLE)
+                yield from self._one(path, self._admit, nodes, _TROUBLE)
 
-    def _one(
-        self,
-        path: Path,
-        nodes: dict[bytes, RegisteredNode],
-        act: Callable[[PublicKey, RegisteredNode | None], str],
-        trouble: str,
-    ) -> Iterator[str]:
+    def _one(self, path: Path, act: Action, nodes: Nodes, trouble: str) -> Iterator[str]:
         """The news about one key; one that cannot be used must not stop the others."""
         name = path.stem
         try:
             key = read_public(path)
             name = key.name
-            status = act(key, nodes.get(key.pem))
+            status = act(key, *nodes.get(key.pem, (0, "")))
         except FurlongError as error:
             status = f"{trouble}: {error}"
         if status:
@@ -60,16 +56,15 @@ class Registry:
             self._said[about] = said
             yield said
 
-    def _revoke(self, _: PublicKey, node: RegisteredNode | None) -> str:
-        if node is None or node.revoked:
+    def _revoke(self, _: PublicKey, number: int, status: str) -> str:
+        if status in ("", "unregistered"):
             return ""
-        self.known.unregister(node.number)
+        self.known.unregister(number)
         return "revoked"
 
-    def _admit(self, key: PublicKey, node: RegisteredNode | None) -> str:
-        if node is None:
-            self.known.register(key.pem, key.name)
-            return "registered"
-        if node.revoked:
+    def _admit(self, key: PublicKey, _: int, status: str) -> str:
+        if status == "unregistered":
             return "was unregistered, and its key cannot be used again: make another"
-        return node.status
+        if not status:
+            self.known.register(key.pem, key.name)
+        return status or "registered"
