@@ -104,11 +104,11 @@ def run_config(
     engine: Connect | None = None,
 ) -> Run:
     """A run from its configuration to its page; ``engine``: to nodes that wait already."""
-    from furlong.deploy.session import Meeting
+    from furlong.deploy.session import Session
     from furlong.reports import page
     from furlong.runs import loop
 
-    finished = loop.run(settings, show, say, engine or Meeting)
+    finished = loop.run(settings, show, say, engine or Session)
     page.build(finished.folder)
     return finished
 
@@ -124,10 +124,10 @@ def resume(
 
     ``overrides``: settings that may be given anew, see ``furlong resume --help``.
     """
-    from furlong.deploy.session import Meeting
+    from furlong.deploy.session import Session
     from furlong.reports import page
     from furlong.runs import loop
 
-    finished = loop.resume(run_folder, overrides, show, say, engine or Meeting)
+    finished = loop.resume(run_folder, overrides, show, say, engine or Session)
     page.build(finished.folder)
     return finished

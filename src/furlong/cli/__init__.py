@@ -69,19 +69,19 @@ COMMANDS = {  # name -> module:function, and the first line of its documentation
         "List the papers' tables, the addresses of a table's rows, or the settings of one row.",
     ),
     "certs": (
-        "deploying:certs",
+        "certs:certs",
         "Make certificates and keys for a federation, and the configuration of nginx.",
     ),
     "superlink": (
-        "deploying:superlink",
+        "superlink:superlink",
         "Run the server side of a federation (Flower's SuperLink) until Ctrl-C.",
     ),
     "node": (
-        "federating:node",
+        "node:node",
         "Take part in a federation with the images of this machine, until Ctrl-C.",
     ),
     "flower-app": (
-        "federating:flower_app",
+        "flower_app:flower_app",
         "Write a Flower app for ``flwr run``, for people who operate a federation already.",
     ),
 }

@@ -33,6 +33,16 @@ LOG_EVERY = 20.0  # seconds between lines of progress in a log
 MOST = 10  # files or groups that are listed
 
 
+def say(text: str) -> None:
+    """A line of plain text: no markup, no wrapping."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """A warning on standard error."""
+    err.print(f"warning: {text}", style="bold red", markup=False, soft_wrap=True)
+
+
 def results_table(rows: list[dict[str, Any]]) -> Table:
     """Who against protocol, in percent."""
     from furlong.reports.tables import by_encoder, column_title, points

@@ -50,7 +50,7 @@ def compare(
     labels = {cell.row for cell in cells}
     if baseline is not None and baseline not in labels:
         raise FurlongError(f"--baseline {baseline} is not one of {', '.join(sorted(labels))}.")
-    from furlong.deploy.session import Meeting
+    from furlong.deploy.session import Session
     from furlong.reports import page
 
     grids.try_data(cells)
@@ -69,7 +69,7 @@ def compare(
                     say(text)
 
             outcomes = []
-            for outcome in grids.run(cells, show, once, tell, Meeting):
+            for outcome in grids.run(cells, show, once, tell, Session):
                 outcomes.append(outcome)
                 folder = outcome.cell.folder
                 missing = not (folder / "report.html").exists()

@@ -3,80 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tiny
+from federations import (
+    Direct,
+    Killed,
+    draw_scans,
+    failures,
+    flower,
+    go_on,
+    hello,
+    in_process,
+    owners,
+    parts,
+    sites,
+    train,
+    weights,
+)
 from PIL import Image
 
 import furlong
 from furlong.core.payload import unpack
-from furlong.deploy.node import Own, Site
-from furlong.deploy.session import Meeting
-from furlong.engines.remote import Letter
+from furlong.deploy.node import Site
 from furlong.errors import FurlongError
 from furlong.runs import loop
-from furlong.runs.config import Config, from_tree
-
-Change = Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes] | None]
+from furlong.runs.config import from_tree
 
 
-class Direct:
-    """A wire to sites of this process; ``down`` and ``up`` may change or drop what passes."""
-
-    def __init__(self, sites: Iterable[Site], down: Change | None = None, up: Change | None = None):
-        self.sites = dict(enumerate(sites, 100))
-        self.away: set[int] = set()
-        self.names: dict[int, str] = {}
-        self.down, self.up = down, up
-        self.letters: dict[str, Letter] = {}
-        self.sent: list[tuple[int, dict[str, Any], int]] = []
-        self.before: Callable[[int, dict[str, Any]], None] = lambda *_: None
-
-    def nodes(self) -> dict[int, str | None]:
-        return {node: self.names.get(node) for node in self.sites if node not in self.away}
-
-    def send(self, node: int, header: dict[str, Any], body: bytes, seconds: float) -> str:  # noqa: ARG002
-        header = json.loads(json.dumps(header))  # as it travels
-        self.before(node, header)
-        ticket = str(len(self.sent))
-        self.sent.append((node, header, len(body)))
-        asked = self.down(header, body) if self.down else (header, body)
-        answer = None if asked is None else self.sites[node].answer(*asked)
-        if answer is not None and self.up:
-            answer = self.up(*answer)
-        if answer is not None:
-            said = json.loads(json.dumps(answer[0]))
-            self.letters[ticket] = Letter(ticket, said, bytes(answer[1]))
-        return ticket
-
-    def receive(self, tickets: Iterable[str]) -> list[Letter]:
-        return [self.letters.pop(t) for t in list(tickets) if t in self.letters]
-
-
-def parts(folder: Path, count: int = 3, **options: Any) -> list[Site]:
-    return [Site(folder / f"node{k}", part=k, device="cpu", **options) for k in range(count)]
-
-
-def flower(tmp_path: Path, method: str = "fedsimclr", **options: Any) -> Config:
-    return tiny(method, **{"engine": "flower", "out": str(tmp_path / "run"), **options})
-
-
-def weights(run: loop.Run) -> str:
-    return str(run.summary["weights_sha256"])
-
-
-def in_process(tmp_path: Path, method: str = "fedsimclr", **options: Any) -> str:
-    return weights(loop.run(tiny(method, out=str(tmp_path / "inprocess"), **options)))
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    return draw_scans(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["fedu", "fedca", "mfcl", "fcl", "fedema"])
 def test_same_bits_as_in_process(tmp_path: Path, method: str) -> None:
-    run = loop.run(flower(tmp_path, method), engine=partial(Meeting, wire=Direct(parts(tmp_path))))
+    run = train(flower(tmp_path, method), wire=Direct(parts(tmp_path)))
     assert weights(run) == in_process(tmp_path, method)
     assert not list(tmp_path.glob("node*/runs/*"))  # the run has ended: nodes forget its state
 
@@ -93,7 +58,7 @@ def test_slices(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(remote.Remote, "__init__", small)
     wire = Direct(parts(tmp_path))
-    run = loop.run(flower(tmp_path, method), engine=partial(Meeting, wire=wire))
+    run = train(flower(tmp_path, method), wire=wire)
     assert weights(run) == in_process(tmp_path, method)
     kinds = [header["kind"] for _, header, _ in wire.sent]
     assert kinds.count("fetch") > 10
@@ -110,7 +75,7 @@ def test_every_node_restarts_between_rounds(tmp_path: Path) -> None:
 
     wire.before = restart
     settings = flower(tmp_path, "fedema", **{"optimiser.persist": True})
-    run = loop.run(settings, engine=partial(Meeting, wire=wire))
+    run = train(settings, wire=wire)
     assert weights(run) == in_process(tmp_path, "fedema", **{"optimiser.persist": True})
 
 
@@ -124,12 +89,8 @@ def test_state_left_behind_is_noticed_by_bits(tmp_path: Path) -> None:
                 path.unlink()
 
     wire.before = lose
-    run = loop.run(flower(tmp_path, "fedema"), engine=partial(Meeting, wire=wire))
+    run = train(flower(tmp_path, "fedema"), wire=wire)
     assert weights(run) != in_process(tmp_path, "fedema")
-
-
-class Killed(BaseException):
-    """The server ends here."""
 
 
 @pytest.mark.parametrize("method", ["fedema", "fedca", "mfcl"])
@@ -147,18 +108,13 @@ def test_server_killed_at_any_message_goes_on_with_the_same_bits(
     wire.before = kill
     settings = flower(tmp_path, method, **{"optimiser.persist": True})
     with suppress(Killed):
-        loop.run(settings, engine=partial(Meeting, wire=wire))
+        train(settings, wire=wire)
     again = Direct(parts(tmp_path))
-    run = loop.resume(tmp_path / "run", engine=partial(Meeting, wire=again))
+    run = go_on(tmp_path / "run", wire=again)
     assert weights(run) == in_process(tmp_path, method, **{"optimiser.persist": True})
 
 
 # ---------------------------------------------------------------- nodes that fail
-
-
-def failures(tmp_path: Path) -> list[list[dict[str, Any]]]:
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["failures"] for line in lines]
 
 
 def test_a_node_that_is_away_and_comes_back(tmp_path: Path) -> None:
@@ -171,7 +127,7 @@ def test_a_node_that_is_away_and_comes_back(tmp_path: Path) -> None:
             wire.away = set()
 
     wire.before = away
-    run = loop.run(flower(tmp_path, rounds=4), engine=partial(Meeting, wire=wire))
+    run = train(flower(tmp_path, rounds=4), wire=wire)
     assert run.summary["failures"] == 1
     lost = [[f["client"] for f in line] for line in failures(tmp_path)]
     assert lost == [[], [2], [], []]
@@ -190,7 +146,7 @@ def test_a_late_node_joins(tmp_path: Path) -> None:
 
     wire.before = come
     settings = flower(tmp_path, **{"flower.wait": 0.1, "rounds": 3})
-    loop.run(settings, engine=partial(Meeting, wire=wire))
+    train(settings, wire=wire)
     assert [[f["client"] for f in line] for line in failures(tmp_path)] == [[1], [], []]
 
 
@@ -200,7 +156,7 @@ def test_a_silent_node_is_given_up_at_the_deadline(tmp_path: Path) -> None:
         return None if stuck and header["exchange"]["round"] == 1 else (header, body)
 
     settings = flower(tmp_path, **{"run.deadline": 10, "rounds": 3})
-    loop.run(settings, engine=partial(Meeting, wire=Direct(parts(tmp_path), silent)))
+    train(settings, wire=Direct(parts(tmp_path), silent))
     found = failures(tmp_path)
     assert [len(line) for line in found] == [0, 1, 0]
     assert found[1][0] == {"client": 1, "kind": "lost", "reason": "no answer within 10 s"}
@@ -209,7 +165,7 @@ def test_a_silent_node_is_given_up_at_the_deadline(tmp_path: Path) -> None:
 def test_too_few_nodes(tmp_path: Path) -> None:
     settings = flower(tmp_path, **{"flower.wait": 0.1, "train.min_clients": 3})
     with pytest.raises(FurlongError, match="min_clients"):
-        loop.run(settings, engine=partial(Meeting, wire=Direct(parts(tmp_path, 2))))
+        train(settings, wire=Direct(parts(tmp_path, 2)))
 
 
 def test_a_bad_answer_is_refused_and_the_round_goes_on(tmp_path: Path) -> None:
@@ -220,7 +176,7 @@ def test_a_bad_answer_is_refused_and_the_round_goes_on(tmp_path: Path) -> None:
         return header, body
 
     old: list[bytes] = []
-    loop.run(flower(tmp_path), engine=partial(Meeting, wire=Direct(parts(tmp_path), up=replay)))
+    train(flower(tmp_path), wire=Direct(parts(tmp_path), up=replay))
     found = failures(tmp_path)
     assert [len(line) for line in found] == [0, 1]
     assert found[1][0]["kind"] == "refused"
@@ -246,20 +202,13 @@ def test_nonsense(tmp_path: Path, header: dict[str, Any], body: bytes, reason: s
         mine = sent and unpack(bytearray(sent)).client == 1
         return (header, body) if mine else (said, sent)
 
-    loop.run(flower(tmp_path), engine=partial(Meeting, wire=Direct(parts(tmp_path), up=nonsense)))
+    train(flower(tmp_path), wire=Direct(parts(tmp_path), up=nonsense))
     for line in failures(tmp_path):
         assert [f["client"] for f in line] == [1]
         assert reason in line[0]["reason"]
 
 
 # ---------------------------------------------------------------- what a node refuses
-
-
-def hello(**changed: Any) -> dict[str, Any]:
-    from furlong.engines.remote import question
-    from furlong.runs.nodes import told
-
-    return {**question("ab" * 16, told(tiny("fedsimclr"))), "kind": "hello", **changed}
 
 
 def refusal(site: Site, **changed: Any) -> str:
@@ -323,39 +272,13 @@ def test_hostile_questions_never_raise(tmp_path: Path, header: dict[str, Any]) -
 # ---------------------------------------------------------------- nodes with images of their own
 
 
-@pytest.fixture
-def scans(tmp_path: Path) -> Path:
-    """Three sites' folders of different sizes."""
-    from furlong.data.shapes import shapes
-
-    images = shapes(60, size=16, seed=3).pixels.permute(0, 2, 3, 1).numpy()
-    for site, rows in {"amber": range(8), "blue": range(8, 28), "coral": range(28, 44)}.items():
-        (tmp_path / "scans" / site).mkdir(parents=True)
-        for i in rows:
-            Image.fromarray(images[i]).save(tmp_path / "scans" / site / f"{i:03d}.png")
-    return tmp_path / "scans"
-
-
-def owners(scans: Path, folder: Path, names: Iterable[str], **options: Any) -> list[Site]:
-    return [
-        Site(folder / name, Own(f"folder:{scans / name}"), name=name, device="cpu", **options)
-        for name in names
-    ]
-
-
-def sites(tmp_path: Path, method: str = "fedsimclr", **options: Any) -> Config:
-    base = {"data": "sites", "clients": 3, "rounds": 2, "batch_size": 8, "data.image_size": 16}
-    more = {"engine": "flower", "out": str(tmp_path / "run"), "train.server_threads": 1}
-    return from_tree({}, {"method": method, **base, **more, **options}, "test")
-
-
 @pytest.mark.parametrize("method", ["fedu", "mfcl"])
 def test_own_images_give_the_bits_of_one_folder_per_client(
     tmp_path: Path, scans: Path, method: str
 ) -> None:
     extra = {"method.server_epochs": 1} if method == "mfcl" else {}
     wire = Direct(owners(scans, tmp_path, ["coral", "amber", "blue"]))
-    run = loop.run(sites(tmp_path, method, **extra), engine=partial(Meeting, wire=wire))
+    run = train(sites(tmp_path, method, **extra), wire=wire)
     together = {"data": f"folder:{scans}", "partition": "natural", "data.image_size": 16}
     options = {"method": method, "rounds": 2, "batch_size": 8, "train.server_threads": 1, **extra}
     out = {"out": str(tmp_path / "together"), "workers": 1, "data.augment": "fedu"}
@@ -375,7 +298,7 @@ def test_no_path_and_no_image_reaches_the_server(tmp_path: Path, scans: Path) ->
         return header, body
 
     wire = Direct(owners(scans, tmp_path, ["amber", "blue", "coral"]), up=listen)
-    loop.run(sites(tmp_path), engine=partial(Meeting, wire=wire))
+    train(sites(tmp_path), wire=wire)
     words = " ".join(json.dumps(header) for header, _ in said)
     assert "scans" not in words
     assert ".png" not in words
@@ -387,7 +310,7 @@ def test_no_path_and_no_image_reaches_the_server(tmp_path: Path, scans: Path) ->
 
 def test_every_site_gets_the_encoder(tmp_path: Path, scans: Path) -> None:
     wire = Direct(owners(scans, tmp_path, ["amber", "blue", "coral"]))
-    run = loop.run(sites(tmp_path), engine=partial(Meeting, wire=wire))
+    run = train(sites(tmp_path), wire=wire)
     learnt = (run.folder / "encoder.safetensors").read_bytes()
     for name in ("amber", "blue", "coral"):
         (folder,) = (tmp_path / name / "encoders").iterdir()
@@ -405,7 +328,7 @@ def test_a_site_joins_between_rounds(tmp_path: Path, scans: Path) -> None:
 
     wire.before = come
     settings = sites(tmp_path, **{"flower.wait": 0.1, "rounds": 4})
-    run = loop.run(settings, engine=partial(Meeting, wire=wire))
+    run = train(settings, wire=wire)
     asked = [(h["exchange"]["round"], h["client"]) for _, h, _ in wire.sent if h["kind"] == "work"]
     assert asked == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
     assert run.summary["clients"] == 3
@@ -426,7 +349,7 @@ def test_a_site_that_would_change_the_plan_waits_for_the_next_run(
     wire.before = come
     said: list[str] = []
     settings = sites(tmp_path, "mfcl", **{"flower.wait": 0.1, "method.server_epochs": 1})
-    loop.run(settings, say=said.append, engine=partial(Meeting, wire=wire))
+    train(settings, say=said.append, wire=wire)
     assert any("can join the next run" in text for text in said)
 
 
@@ -435,7 +358,7 @@ def test_sites_that_do_not_fit(tmp_path: Path, scans: Path) -> None:
     wire.names = {100: "amber", 101: "amber", 102: "coral"}  # a second key of the same name
     said: list[str] = []
     settings = sites(tmp_path, **{"flower.wait": 0.2, "train.min_clients": 2})
-    run = loop.run(settings, say=said.append, engine=partial(Meeting, wire=wire))
+    run = train(settings, say=said.append, wire=wire)
     assert run.summary["clients"] == 2
     assert any("began the run with 8 images and now has 20" in text for text in said)
     assert any("no images of its own" in text for text in said)
@@ -444,11 +367,11 @@ def test_sites_that_do_not_fit(tmp_path: Path, scans: Path) -> None:
 def test_labels_cannot_be_asked_of_sites(tmp_path: Path, scans: Path) -> None:
     wire = Direct(owners(scans, tmp_path, ["amber", "blue", "coral"]))
     with pytest.raises(FurlongError, match="needs labels"):
-        loop.run(sites(tmp_path, "fedavg"), engine=partial(Meeting, wire=wire))
+        train(sites(tmp_path, "fedavg"), wire=wire)
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
 @pytest.mark.parametrize("left_out", ["clients", "data.image_size"])
 def test_what_a_run_of_sites_must_say(tmp_path: Path, left_out: str) -> None:
     with pytest.raises(FurlongError, match=left_out.split(".")[-1]):
-        loop.run(sites(tmp_path, **{left_out: None}), engine=partial(Meeting, wire=Direct([])))
+        train(sites(tmp_path, **{left_out: None}), wire=Direct([]))
