@@ -386,7 +386,7 @@ def first_round() -> tuple[Prepared, list[Report[Any]]]:
     p, found = prepare(five()), []
     p.server.watch = lambda _, report: found.append(report)
     with InProcess(p.method, p.federation, p.setup) as transport:
-        p.server.step(p.federation.clients, transport, p.server.init(), p.server.exchanges()[0])
+        p.server.step(transport, p.server.init(), p.server.exchanges()[0])
     return p, found
 
 
@@ -397,7 +397,7 @@ def attacked(first: tuple[Prepared, list[Report[Any]]], rule: str, forge: Any) -
     method = Ruled(p.method, ServerSettings(rule=rule))  # type: ignore[arg-type]
     server = Server(method, p.setup, tell=told.append)
     transport = Replay(reports, forge)
-    result = server.step(p.federation.clients, transport, server.init(), server.exchanges()[0])
+    result = server.step(transport, server.init(), server.exchanges()[0])
     return result, told
 
 
@@ -432,7 +432,7 @@ def test_one_bad_client_in_five(first_round: Any, rule: str, attack: str) -> Non
 
 def finished(p: Prepared, workers: int = 1) -> tuple[Any, bytes]:
     with InProcess(p.method, p.federation, p.setup, workers) as transport:
-        *_, last = p.server.run(p.federation, transport, p.server.init())
+        *_, last = p.server.run(transport, p.server.init())
     assert not last.failures
     return last.server, bytes(pack(last.server))
 

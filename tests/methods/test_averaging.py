@@ -113,6 +113,6 @@ def test_what_does_not_fit_in_memory_is_named(prepared: Any) -> None:
         InProcess(p.method, p.federation, p.setup) as transport,
         pytest.raises(FurlongError, match=r"client 0: a table of .* does not fit in memory"),
     ):
-        next(p.server.run(p.federation, transport, p.server.init()))
+        next(p.server.run(transport, p.server.init()))
     with pytest.raises(RuntimeError, match="other"), fitting("it"):
         raise RuntimeError("another reason")

@@ -323,7 +323,7 @@ def test_partial_participation_and_predicted_traffic(prepared: Any) -> None:
     p = prepared("fcl", rounds=3)
     server = Server(p.method, p.setup, fraction=0.7)
     with InProcess(p.method, p.federation, p.setup) as transport:
-        results = list(server.run(p.federation, transport, server.init()))
+        results = list(server.run(transport, server.init()))
     costs = list(predict(server))
     assert [c.cohort for c in costs] == [r.cohort for r in results]
     assert [c.down for c in costs] == [r.down for r in results]
@@ -371,7 +371,7 @@ def test_cross_end_to_end(crossed: Prepared, monkeypatch: pytest.MonkeyPatch) ->
     assert state.public.shape == (12, 3, 16, 16)
     assert state.public.dtype == torch.uint8
     with InProcess(p.method, p.federation, p.setup) as transport:
-        results = list(p.server.run(p.federation, transport, state))
+        results = list(p.server.run(transport, state))
         kept = unpack(transport.store.get(1)).state
     assert not any(r.failures for r in results)
     assert shapes == {((8, 3, 16, 16),) * 2 + ((6, 0.65, 2, 0.3),)}

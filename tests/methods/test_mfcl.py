@@ -153,7 +153,7 @@ def test_shared_statistics_give_pairs_away() -> None:
 def run(p: Any, until: int | None = None) -> Any:
     state = p.server.init()
     with InProcess(p.method, p.federation, p.setup) as transport:
-        for result in p.server.run(p.federation, transport, state):
+        for result in p.server.run(transport, state):
             state = result.server
             if result.exchange.kind == "discriminate":
                 assert result.own["loss"] > 0
@@ -317,7 +317,7 @@ def test_early_norm_is_not_for_mfcl() -> None:
 def test_predicted_bytes_of_the_paper_scale() -> None:
     """5 clients × 10,000 images × 65,536 values: the prediction allocates nothing of that."""
     from furlong.runs.config import from_tree
-    from furlong.runs.prepare import without_data
+    from furlong.runs.cost import without_data
 
     settings = from_tree({}, {"method": "mfcl", "encoder": "resnet18", "rounds": 15}, "test")
     server = without_data(settings, dict.fromkeys(range(5), 10_000))

@@ -41,7 +41,7 @@ def test_the_first_exchange_changes_no_network(prepared: Any) -> None:
     assert kinds == [(0, "cluster"), (0, "train"), (1, "train")]
     start = p.server.init()
     with InProcess(p.method, p.federation, p.setup) as transport:
-        first = p.server.step(p.federation.clients, transport, start, p.server.exchanges()[0])
+        first = p.server.step(transport, start, p.server.exchanges()[0])
     assert pack(first.server.nets) == pack(start.nets)
     assert not torch.equal(first.server.centroids, start.centroids)
     ctx = local_context(p)
@@ -157,7 +157,7 @@ def test_a_stateful_client_keeps_target_and_memory(prepared: Any) -> None:
     results = []
     for workers in (1, 2):
         with InProcess(p.method, p.federation, p.setup, workers) as transport:
-            *_, last = p.server.run(p.federation, transport, start)
+            *_, last = p.server.run(transport, start)
             assert not last.failures
             results.append(
                 (pack(last.server), {k: bytes(packed) for k, packed in transport.store.items()})
