@@ -1,26 +1,31 @@
-"""Furlong: learn one image encoder from many parties that cannot share their images."""
+"""Furlong: learn one image encoder from many parties that cannot share their images.
+
+Names are imported when they are used, so that ``import furlong`` and ``furlong --help`` are quick.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
 
-from collections.abc import Mapping
-from os import PathLike
-from typing import Any
-
-from furlong.core.federation import Federation
-from furlong.core.method import Local, Method, Report
-from furlong.core.payload import payload
-from furlong.data.images import ImageSet, load
-from furlong.data.partition import Partition, partition
-from furlong.errors import FurlongError
-from furlong.methods import METHODS
-from furlong.methods.base import Averaging, Model, OneNetwork
-from furlong.runs.config import Config, from_tree
-from furlong.runs.folder import load_encoder
-from furlong.runs.loop import Connect, Run, Say, Show
-from furlong.runs.observers import Status
-from furlong.runs.prepare import prepare
+if TYPE_CHECKING:
+    from furlong.core.federation import Federation
+    from furlong.core.method import Local, Method, Report
+    from furlong.core.payload import payload
+    from furlong.data.images import ImageSet, load
+    from furlong.data.partition import Partition, partition
+    from furlong.errors import FurlongError
+    from furlong.methods import METHODS
+    from furlong.methods.base import Averaging, Model, OneNetwork
+    from furlong.runs.config import Config
+    from furlong.runs.folder import load_encoder
+    from furlong.runs.loop import Connect, Run, Say, Show
+    from furlong.runs.observers import Status
+    from furlong.runs.prepare import prepare
 
 __all__ = [
     "METHODS",
@@ -46,6 +51,33 @@ __all__ = [
     "run",
     "run_config",
 ]
+_WHERE = {
+    "core.federation": ("Federation",),
+    "core.method": ("Local", "Method", "Report"),
+    "core.payload": ("payload",),
+    "data.images": ("ImageSet", "load"),
+    "data.partition": ("Partition", "partition"),
+    "errors": ("FurlongError",),
+    "methods": ("METHODS",),
+    "methods.base": ("Averaging", "Model", "OneNetwork"),
+    "runs.config": ("Config",),
+    "runs.folder": ("load_encoder",),
+    "runs.loop": ("Run",),
+    "runs.observers": ("Status",),
+    "runs.prepare": ("prepare",),
+}
+_MODULE = {name: module for module, names in _WHERE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported from its module."""
+    if name not in _MODULE:
+        raise AttributeError(f"module 'furlong' has no attribute {name!r}")
+    return getattr(import_module(f"furlong.{_MODULE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def run(
@@ -60,6 +92,8 @@ def run(
     a section go into ``config``: ``{"optimiser": {"lr": 0.1}, "method": {"threshold": 0.2}}``, or
     as ``**{"optimiser.lr": 0.1}``.
     """
+    from furlong.runs.config import from_tree
+
     return run_config(from_tree(config or {}, options, "furlong.run"), show)
 
 

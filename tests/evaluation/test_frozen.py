@@ -163,11 +163,11 @@ def test_default_probe_ignores_scale_and_survives_collapse() -> None:
 
 def test_schedules() -> None:
     moco, orchestra = RECIPES["moco"], RECIPES["orchestra"]
-    assert [moco.lr_at(e) for e in (0, 59, 60, 79, 80)] == pytest.approx([30, 30, 3, 3, 0.3])
-    assert orchestra.lr_at(0) == 30
-    assert orchestra.lr_at(25) == pytest.approx(15)
-    assert 0 < orchestra.lr_at(49) < 0.05
-    assert RECIPES["fedca"].lr_at(99) == 1e-3
+    assert [moco.decay(e) for e in (0, 59, 60, 79, 80)] == pytest.approx([1, 1, 0.1, 0.1, 0.01])
+    assert orchestra.decay(0) == 1
+    assert orchestra.decay(25) == pytest.approx(0.5)
+    assert 0 < orchestra.decay(49) < 0.05 / 30
+    assert RECIPES["fedca"].decay(99) == 1
 
 
 @pytest.mark.parametrize("evaluate", [knn, linear_probe])

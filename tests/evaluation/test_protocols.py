@@ -15,7 +15,6 @@ from furlong.data.augment import crop_flip, preset
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
 from furlong.evaluation import tuning as tuning_module
-from furlong.evaluation.linear import decay
 from furlong.evaluation.protocol import Encoded, Images
 from furlong.evaluation.quality import alignment, effective_rank, quality, spread, uniformity
 from furlong.evaluation.semi import stratified
@@ -32,7 +31,7 @@ def measured(
     word: str, encoder: nn.Module, train: ImageSet, test: ImageSet, seed: int = 0, **more: Any
 ) -> dict[str, Any]:
     """The numbers of one protocol."""
-    (protocol,) = protocols(EvaluateSettings(), word)
+    (protocol,) = protocols(EvaluateSettings(), word).values()
     images = Images(train, test, PLAIN, seed)
     protocol.check(images)
     return protocol.measure(Encoded(encoder, images), *more.values())
@@ -228,7 +227,7 @@ def test_the_rates_of_swav() -> None:
             0.9,
         )
         assert (plan.lr, plan.head_lr) == (lr, head_lr)
-        share = [decay(e, 20, plan.cosine, plan.steps, plan.drop) for e in range(20)]
+        share = [plan.decay(e) for e in range(20)]
         assert share == pytest.approx([1] * 12 + [0.2] * 4 + [0.04] * 4)
 
 

@@ -22,11 +22,11 @@ from furlong.data import images as data
 from furlong.errors import FurlongError
 from furlong.evaluation import tuning as tuning_module
 from furlong.evaluation.knn import KNN
-from furlong.evaluation.protocol import Encoded, Progress, Protocol, silent
+from furlong.evaluation.protocol import Encoded, Progress, silent
 from furlong.evaluation.semi import stratified
-from furlong.evaluation.tuning import fine_tune, tuning
+from furlong.evaluation.tuning import Transfer, fine_tune, tuning
 from furlong.runs import config, evaluate, loop
-from furlong.runs.finetune import ClientImages, FederatedOptions, TwoRates, labelled
+from furlong.runs.finetune import ClientImages, Federated, TwoRates, labelled
 from furlong.runs.folder import RunFolder, load_encoder
 from furlong.runs.loop import Run
 from furlong.runs.observers import Monitor
@@ -34,7 +34,7 @@ from furlong.runs.prepare import Prepared, prepare
 from furlong.runs.results import protocols
 from tests.conftest import tiny
 
-FAST = FederatedOptions(rounds=2, batch_size=8)
+FAST = Federated(rounds=2, batch_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +49,19 @@ def settings_of(run: Run) -> config.Config:
 # ---------------------------------------------------------------- words
 
 
-def parse(words: str) -> list[Protocol[Any]]:
-    return protocols(config.EvaluateSettings(), words)
+def parse(words: str) -> list[Any]:
+    return list(protocols(config.EvaluateSettings(), words).values())
 
 
 def test_protocols_are_read() -> None:
     found = parse("knn, linear,semi-10:epochs=5:recipe=fcl,federated-1,transfer:mnist,knn")
     assert [p.kind for p in found] == ["knn", "linear", "semi", "federated", "transfer"]
-    assert [p.share for p in found] == [1, 1, 0.1, 0.01, 1]
-    assert (found[2].options.epochs, found[2].options.recipe) == (5, "fcl")
-    assert found[3].options == FederatedOptions()
-    (own,) = parse("transfer:folder:/a/b:root=/c:images=7")
-    assert (own.target, own.options.images, own.options.root) == ("folder:/a/b", 7, "/c")
-    assert own.text == "transfer:folder:/a/b:images=7"
+    assert [p.labels for p in found] == [1, 1, 0.1, 0.01, 1]
+    assert (found[2].epochs, found[2].recipe) == (5, "fcl")
+    assert found[3] == Federated(labels=0.01)
+    asked = protocols(config.EvaluateSettings(), "transfer:folder:/a/b:root=/c:images=7")
+    own = asked["transfer:folder:/a/b:images=7"]
+    assert own == Transfer(data="folder:/a/b", root="/c", images=7)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,7 @@ def test_protocols_are_read() -> None:
         ("transfer", "needs a data set"),
         ("knn:mnist", "takes no data set"),
         ("knn:kk=3", "unknown key knn.kk. Did you mean 'k'?"),
+        ("semi-10:labels=0.5", "unknown key semi-10.labels"),
         ("semi-10:epochs=many", "epochs is 'many'; it must be a whole number"),
         ("semi-10:epochs=0", "epochs is 0; it must be above 0"),
         ("semi-10:recipe=fcll", "Did you mean 'fcl'?"),
@@ -102,7 +103,7 @@ def test_mistakes_are_explained(word: str, message: str) -> None:
 def test_values_at_the_edge_are_taken() -> None:
     words = "federated-10:momentum=0:batch_size=2,linear:batch_size=1,transfer:folder:/a:b"
     one, _, other = parse(words)
-    assert (one.options.momentum, other.target) == (0, "folder:/a:b")
+    assert (one.momentum, other.data) == (0, "folder:/a:b")
 
 
 # ---------------------------------------------------------------- rows
@@ -224,7 +225,7 @@ def heap(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def bench_of(run: Run, changes: dict[str, Any]) -> evaluate.Bench:
     settings = evaluate.settings_of(run.folder, changes)
     found = evaluate.subject(run.folder, settings, lambda _: None)
-    return evaluate.Bench(found, settings, settings_of(run), [])
+    return evaluate.Bench(found, settings, settings_of(run), split=False)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +436,7 @@ def test_an_exported_encoder_gives_the_same_numbers(run: Run, tmp_path: Path) ->
 def test_the_encoder_survives_all(run: Run) -> None:
     subject = evaluate.subject(run.folder, settings_of(run), lambda _: None)
     asked = parse("semi-20:epochs=1,federated-30:rounds=1,quality,linear-crops:epochs=1")
-    bench = evaluate.Bench(subject, settings_of(run), settings_of(run), asked)
+    bench = evaluate.Bench(subject, settings_of(run), settings_of(run), split=True)
     (encoder,) = subject.encoders.values()
     before = snapshot(encoder)
     for protocol in asked:
@@ -448,15 +449,14 @@ def test_the_encoder_survives_all(run: Run) -> None:
 
 
 def tuned(
-    p: Prepared, percent: int, options: FederatedOptions, progress: Progress = silent
+    p: Prepared, labels: float, plan: Federated, progress: Progress = silent
 ) -> dict[str, Any]:
     """The numbers of federated fine-tuning of the first encoder of a run."""
     images = ClientImages(
         p.train, p.test, p.setup.augment, p.setup.seed, p.federation, "iid", p.setup.encoder,
         p.setup.device, 1, 1,
     )  # fmt: skip
-    protocol = replace(parse(f"federated-{percent}")[0], options=options)
-    return protocol.measure(Encoded(first_encoder(p), images), progress)
+    return replace(plan, labels=labels).measure(Encoded(first_encoder(p), images), progress)
 
 
 def first_encoder(p: Prepared) -> nn.Module:
@@ -513,10 +513,10 @@ def test_federated_fine_tuning_starts_from_the_encoder(
     monkeypatch.setattr(TwoRates, "local_update", note)
     before = snapshot(first_encoder(p))
     steps: list[tuple[int, int]] = []
-    found = tuned(p, 50, FAST, lambda *step: steps.append(step))
+    found = tuned(p, 0.5, FAST, lambda *step: steps.append(step))
     assert steps == [(1, 2), (2, 2)]
     assert all(torch.equal(first[0][f"backbone.{name}"], t) for name, t in before.items())
-    assert found == tuned(p, 50, FAST)
+    assert found == tuned(p, 0.5, FAST)
     assert 36 <= found["labelled"] <= 50
 
 
@@ -536,9 +536,9 @@ def test_head_and_encoder_have_their_own_rates(prepared: Callable[..., Any]) -> 
         ("none", replace(FAST, rounds=1, lr=1e-30, head_lr=1e-30)),
         ("head", replace(FAST, rounds=1, lr=1e-30, head_lr=0.5)),
     ):
-        moved[name] = tuned(p, 100, plan)["train_accuracy"]
+        moved[name] = tuned(p, 1.0, plan)["train_accuracy"]
     assert moved["head"] > moved["none"]
-    deep = tuned(p, 50, replace(FAST, rounds=1, head="mlp"))
+    deep = tuned(p, 0.5, replace(FAST, rounds=1, head="mlp"))
     assert 0 <= deep["accuracy"] <= 1
 
 

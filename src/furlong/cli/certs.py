@@ -8,11 +8,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from furlong.cli.common import app, say
+from furlong.cli.common import say
 from furlong.errors import FurlongError
 
 
-@app.command
 def certs(
     folder: Annotated[Path, Parameter(name="DIR")],
     /,

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from furlong.cli.common import app, dotted, say
+from furlong.cli.common import say
+from furlong.cli.options import with_settings
 from furlong.errors import FurlongError
 
 
-@app.command(name="flower-app")
+@with_settings(lambda name, _: not name.startswith("flower."))
 def flower_app(
     folder: Annotated[Path, Parameter(name="DIR")],
-    config_file: Annotated[Path | None, Parameter(name="CONFIG")] = None,
+    config_file: Annotated[str | None, Parameter(name="CONFIG")] = None,
     /,
+    *,
+    settings: dict[str, Any],
 ) -> None:
     """Write a Flower app for ``flwr run``, for people who operate a federation already.
 
@@ -27,16 +30,16 @@ def flower_app(
     folder
         A new folder for the app.
     config_file
-        A TOML file; ``--section.key`` options override it.
+        A TOML file; options override it.
     """
     from furlong.deploy.bundle import bundle
     from furlong.runs import config
 
-    settings = config.load(config_file, dict(dotted))
+    resolved = config.load(config_file, settings)
     if folder.exists() and any(folder.iterdir()):
         raise FurlongError(f"{folder} is not empty: choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    text = bundle({k: v for k, v in asdict(settings).items() if k != "flower"})
+    text = bundle({k: v for k, v in asdict(resolved).items() if k != "flower"})
     (folder / "pyproject.toml").write_text(text)
     say(f"wrote {folder / 'pyproject.toml'}. Next:")
     say(f"  flwr run {folder} SUPERLINK --stream")

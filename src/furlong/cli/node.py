@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.table import Table
 
-from furlong.cli.common import app, console, say, warn
+from furlong.cli.common import console, say, warn
 from furlong.errors import FurlongError
 
 if TYPE_CHECKING:
     from furlong.deploy.node import Site
 
 
-@app.command
 def node(
     *,
     superlink: str | None = None,

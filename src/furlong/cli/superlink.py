@@ -10,11 +10,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from furlong.cli.common import app, say, warn
+from furlong.cli.common import say, warn
 from furlong.errors import FurlongError
 
 
-@app.command
 def superlink(
     *,
     certs: Path | None = None,

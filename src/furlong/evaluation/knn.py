@@ -5,7 +5,7 @@ Wu et al., "Unsupervised feature learning via non-parametric instance discrimina
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from furlong.evaluation.features import check_labelled, check_split
-from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
+from furlong.evaluation.protocol import Encoded, Progress, Protocol, silent
 from furlong.settings import setting
 
 
@@ -70,23 +70,15 @@ def knn_predict(
 
 
 @dataclass(frozen=True)
-class KNNOptions:
-    """Of :class:`KNN`."""
+class KNN(Protocol):
+    """The share of test images whose nearest training images are of their class."""
+
+    kind: ClassVar[str] = "knn"
 
     k: int = setting(200, "How many neighbours vote.", above=0)
     temperature: float = setting(0.1, "By which similarities are divided.", above=0)
 
-
-class KNN(Protocol[KNNOptions]):
-    """The share of test images whose nearest training images are of their class."""
-
-    Options: ClassVar[type] = KNNOptions
-
-    def settings(self, _: Images) -> dict[str, Any]:
-        """As given."""
-        return asdict(self.options)
-
     def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
         """The accuracy."""
-        options = asdict(self.options)
+        options = self.settings(encoded.images)
         return {"accuracy": knn(*encoded.features, **options, n_classes=encoded.images.classes)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -12,25 +12,15 @@ from torch import Tensor
 
 from furlong.data.augment import crop_flip
 from furlong.errors import FurlongError, nearest
-from furlong.evaluation.features import check_split, features
+from furlong.evaluation.features import check_split, device_of, features
 from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.seeding import with_seed
 from furlong.settings import setting
 
 
-def decay(epoch: int, epochs: int, cosine: bool, steps: tuple[float, ...], drop: float) -> float:
-    """By what the learning rate is multiplied in ``epoch`` = 0, 1, … of ``epochs``.
-
-    ``steps``: shares of the epochs after each of which it drops to ``drop`` times what it was.
-    """
-    if cosine:
-        return (1 + math.cos(math.pi * epoch / epochs)) / 2
-    return float(drop ** sum(epoch >= round(s * epochs) for s in steps))
-
-
 @dataclass(frozen=True)
-class ProbeRecipe:
-    """How a probe is trained; epochs and learning rate can be overridden in ``linear_probe``."""
+class Training:
+    """How something is trained with labels."""
 
     optimiser: Literal["adam", "sgd"]
     lr: float
@@ -38,13 +28,28 @@ class ProbeRecipe:
     batch_size: int
     momentum: float = 0.9  # of SGD
     cosine: bool = False  # over epochs, else constant or in steps
-    steps: tuple[float, ...] = ()  # shares of the epochs after which the rate drops tenfold
+    steps: tuple[float, ...] = ()  # shares of the epochs after which the rate drops
+    drop: float = 0.1  # to so much of what it was
+
+    def torch_optimiser(self, parameters: Any) -> torch.optim.Optimizer:
+        """For tensors, or for groups that may have rates of their own."""
+        if self.optimiser == "adam":
+            return torch.optim.Adam(parameters, self.lr, fused=True)
+        return torch.optim.SGD(parameters, self.lr, self.momentum, fused=True)
+
+    def decay(self, epoch: int) -> float:
+        """By what learning rates are multiplied in ``epoch`` = 0, 1, …"""
+        if self.cosine:
+            return (1 + math.cos(math.pi * epoch / self.epochs)) / 2
+        return float(self.drop ** sum(epoch >= round(s * self.epochs) for s in self.steps))
+
+
+@dataclass(frozen=True)
+class ProbeRecipe(Training):
+    """How a probe is trained; epochs and learning rate can be overridden in ``linear_probe``."""
+
     shuffle: bool = True
     standardise: bool = False  # features to mean 0 and variance 1 by train statistics
-
-    def lr_at(self, epoch: int) -> float:
-        """Learning rate of ``epoch`` = 0, 1, …"""
-        return self.lr * decay(epoch, self.epochs, self.cosine, self.steps, 0.1)
 
 
 RECIPES: dict[str, ProbeRecipe] = {
@@ -147,14 +152,10 @@ def _train(
     generator = torch.Generator().manual_seed(seed)
     weight = 0.01 * torch.randn(shape, generator=generator)
     bias = torch.zeros(shape[0], 1)
-    optimiser: torch.optim.Optimizer
-    if plan.optimiser == "adam":
-        optimiser = torch.optim.Adam([weight, bias], plan.lr, fused=True)
-    else:
-        optimiser = torch.optim.SGD([weight, bias], plan.lr, plan.momentum, fused=True)
+    optimiser = plan.torch_optimiser([weight, bias])
     order = torch.arange(len(y))
     for epoch in range(plan.epochs):
-        optimiser.param_groups[0]["lr"] = plan.lr_at(epoch)
+        optimiser.param_groups[0]["lr"] = plan.lr * plan.decay(epoch)
         if plan.shuffle:
             order = torch.randperm(len(y), generator=generator)
         x = rows_of(epoch)
@@ -188,33 +189,25 @@ def _accuracy(x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class LinearOptions:
-    """Of :class:`Linear`; what is ``None`` is as the recipe says."""
+class Linear(Protocol):
+    """The test accuracy of a linear classifier that was trained on the features.
+
+    Options that are ``None`` are as the recipe says.
+    """
+
+    kind: ClassVar[str] = "linear"
+    recipes: ClassVar[Collection[str]] = tuple(RECIPES)
 
     recipe: str = setting("default", "How the classifier is trained: a key of RECIPES.")
     epochs: int | None = setting(None, "Passes over the training images.", above=0)
     lr: float | None = setting(None, "The learning rate.", above=0)
     batch_size: int | None = setting(None, "Images per step.", above=0)
 
-
-@dataclass(frozen=True)
-class CropsOptions(LinearOptions):
-    """Of :class:`LinearCrops`."""
-
-    recipe: str = setting("moco", "How the classifier is trained: a key of RECIPES.")
-
-
-class Linear(Protocol[LinearOptions]):
-    """The test accuracy of a linear classifier that was trained on the features."""
-
-    Options: ClassVar[type] = LinearOptions
-    recipes = tuple(RECIPES)
-
     def settings(self, _: Images) -> dict[str, Any]:
         """The recipe with what was changed of it."""
-        given = asdict(self.options)
+        given = asdict(self)
         plan = probe(given.pop("recipe"), **given)
-        return {"recipe": self.options.recipe, **{name: getattr(plan, name) for name in given}}
+        return {"recipe": self.recipe, **{name: getattr(plan, name) for name in given}}
 
     def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
         """The accuracy."""
@@ -236,13 +229,16 @@ class Linear(Protocol[LinearOptions]):
         return {"accuracy": result.accuracy}
 
 
+@dataclass(frozen=True)
 class LinearCrops(Linear):
     """The same on features of new random crops and flips in every epoch, as in MoCo.
 
     The encoder stays in eval mode. Costs a pass over the training images per epoch.
     """
 
-    Options: ClassVar[type] = CropsOptions
+    kind: ClassVar[str] = "linear-crops"
+
+    recipe: str = setting("moco", "How the classifier is trained: a key of RECIPES.")
 
     def measure(self, encoded: Encoded, progress: Progress = silent) -> dict[str, Any]:
         """The accuracy."""
@@ -256,7 +252,7 @@ class LinearCrops(Linear):
             progress(epoch, total)
             return features(encoder, train.pixels, view)
 
-        with with_seed(images.seed, encoded.device):
+        with with_seed(images.seed, device_of(encoder)):
             ours, theirs = (
                 features(encoder, part.pixels, images.augment.plain) for part in (train, test)
             )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,10 @@ from furlong.errors import FurlongError, nearest
 from furlong.evaluation.features import features
 from furlong.seeding import shuffled
 
-O = TypeVar("O")  # noqa: E741 - a protocol's options
 Progress = Callable[[int, int], None]
 """Called with the steps done and the steps in all."""
 Build = Callable[[type[Any], Mapping[str, Any], str], Any]
-"""Makes options of a class from words; the last argument says whose options they are."""
+"""Makes an instance of a settings class from words; the last argument names it in errors."""
 
 
 def silent(done: int, total: int, /) -> None:
@@ -62,19 +61,13 @@ class Images:
         return max(images.n_classes for images in self.labelled())
 
 
+@dataclass
 class Encoded:
-    """An encoder with images; their features are computed once, when they are asked for.
+    """An encoder with images; their features are computed once, when they are asked for."""
 
-    ``limit``: features of at most so many images of either split.
-    """
-
-    def __init__(self, encoder: nn.Module, images: Images, limit: int | None = None) -> None:
-        self.encoder, self.images, self._limit = encoder, images, limit
-
-    @property
-    def device(self) -> torch.device:
-        """Where the encoder computes."""
-        return next((p.device for p in self.encoder.parameters()), torch.device("cpu"))
+    encoder: nn.Module
+    images: Images
+    limit: int | None = None  # features of at most so many images of either split
 
     @cached_property
     def features(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,7 +75,7 @@ class Encoded:
         found = []
         for images in self.images.labelled():
             assert images.labels is not None
-            rows = shuffled(len(images), self.images.seed, "monitor")[: self._limit]
+            rows = shuffled(len(images), self.images.seed, "monitor")[: self.limit]
             batches = (images.pixels[part] for part in torch.split(rows, 512))
             found += [features(self.encoder, batches, self.images.augment.plain)]
             found += [images.labels[rows]]
@@ -90,46 +83,58 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Protocol(ABC, Generic[O]):
-    """One way to measure an encoder, as it was asked for."""
+class Protocol(ABC):
+    """One way to measure an encoder; its fields are its options, which follow behind colons.
 
-    Options: ClassVar[type]
-    labels: ClassVar[float | None] = 1.0  # the share that is used; None: the word says it
+    A field ``labels`` is the share of the labels, which stands in the word (``semi-10``); a field
+    ``data`` is another set of images, which is named without a key (``transfer:mnist``).
+    """
+
+    kind: ClassVar[str]  # the word that asks for it
     recipes: ClassVar[Collection[str]] = ()  # what the option ``recipe`` may be
-    other_set: ClassVar[bool] = False  # whether the word names another data set
     with_random: ClassVar[bool] = False  # whether a random start is always measured, too
 
-    text: str  # what its rows are called: as given, without places on this machine
-    kind: str
-    options: O
-    share: float = 1.0  # of the labels
-    target: str = ""  # the other data set
+    labels = 1.0
+    data = ""
 
     def check(self, images: Images) -> None:
         """Refuse images that cannot be measured on, before anything is trained."""
         images.labelled()
 
-    @abstractmethod
-    def settings(self, images: Images, /) -> dict[str, Any]:
+    def settings(self, _: Images, /) -> dict[str, Any]:
         """All that its numbers depend on, written out."""
+        return {name: value for name, value in asdict(self).items() if name not in IN_WORD}
 
     @abstractmethod
     def measure(self, encoded: Encoded, progress: Progress = silent, /) -> dict[str, Any]:
         """Numbers of an encoder by name, ``accuracy`` in [0, 1] among them if there are labels."""
 
 
-Kinds = Mapping[str, type[Protocol[Any]]]
+IN_WORD = ("labels", "data")  # fields that are given without a key
 
 
 def parse(
-    words: str, kinds: Kinds, build: Build, usual: Mapping[str, Mapping[str, Any]] | None = None
-) -> list[Protocol[Any]]:
-    """Protocols separated by commas; ``usual`` has options by kind for where a word gives none."""
+    words: str,
+    kinds: Iterable[type[Protocol]],
+    build: Build,
+    usual: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Protocol]:
+    """Protocols separated by commas, by what their rows are called.
+
+    ``usual`` has options by kind for where a word gives none.
+    """
+    known = {cls.kind: cls for cls in kinds}
     asked = dict.fromkeys(word.strip() for word in words.split(",") if word.strip())
     if not asked:
-        raise FurlongError(f"--protocols names none. {nearest('', _examples(kinds))}")
+        raise FurlongError(f"--protocols names none. {nearest('', _examples(known))}")
     try:
-        return [_parse(word, kinds, build, usual or {}) for word in asked]
+        return {
+            # without places on this machine
+            ":".join(part for part in word.split(":") if not part.startswith("root=")): _parse(
+                word, known, build, usual
+            )
+            for word in asked
+        }
     except FurlongError as error:
         cut = re.search("transfer:(folder|parquet):", words) and "unknown" in str(error)
         hint = (
@@ -140,49 +145,54 @@ def parse(
 
 
 def _parse(
-    text: str, kinds: Kinds, build: Build, usual: Mapping[str, Mapping[str, Any]]
-) -> Protocol[Any]:
+    text: str,
+    kinds: Mapping[str, type[Protocol]],
+    build: Build,
+    usual: Mapping[str, Mapping[str, Any]],
+) -> Protocol:
     word, *parts = text.split(":")
-    kind, share = _kind(word, text, kinds)
-    cls = kinds[kind]
+    cls, in_word = _asked(word, text, kinds)
     given = dict(part.split("=", 1) for part in parts if "=" in part)
-    target = ":".join(part for part in parts if "=" not in part)
-    if cls.other_set != bool(target):
-        what = "needs a data set: transfer:NAME" if cls.other_set else "takes no data set"
+    for name in {*IN_WORD} & {*given}:
+        raise FurlongError(f"protocol {text!r}: unknown key {word}.{name}.")
+    other = ":".join(part for part in parts if "=" not in part)
+    if _has(cls, "data") != bool(other):
+        what = "takes no data set" if other else "needs a data set: transfer:NAME"
         raise FurlongError(f"protocol {text!r} {what}.")
+    in_word |= {"data": other} if other else {}
     try:
-        options = build(cls.Options, {**usual.get(kind, {}), **given}, word)
+        made: Protocol = build(cls, {**usual.get(cls.kind, {}), **given, **in_word}, word)
     except FurlongError as error:
         raise FurlongError(f"protocol {text!r}: {str(error).removeprefix('options: ')}") from None
-    recipe = getattr(options, "recipe", None)
+    recipe = getattr(made, "recipe", None)
     if recipe is not None and recipe not in cls.recipes:
         raise FurlongError(f"protocol {text!r}: recipe {recipe!r}. {nearest(recipe, cls.recipes)}")
-    named = ":".join(part for part in (word, *parts) if not part.startswith("root="))
-    return cls(named, kind, options, share, target)
+    return made
 
 
-def _kind(word: str, text: str, kinds: Kinds) -> tuple[str, float]:
+def _asked(
+    word: str, text: str, kinds: Mapping[str, type[Protocol]]
+) -> tuple[type[Protocol], dict[str, Any]]:
     """The kind of protocol, and the share of the labels, which may stand behind a dash."""
-    known = kinds.get(word)
-    if known is not None and known.labels is not None:
-        return word, known.labels
+    if word in kinds and not _has(kinds[word], "labels"):
+        return kinds[word], {}
     kind, _, percent = word.partition("-")
-    if kind not in kinds or kinds[kind].labels is not None:
+    if kind not in kinds or not _has(kinds[kind], "labels"):
         raise FurlongError(f"unknown protocol {text!r}. {nearest(word, _examples(kinds))}")
-    try:
-        share = float(percent) / 100
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
+    if not re.fullmatch(r"[\d.]+", percent) or not 0 < float(percent) <= 100:
         raise FurlongError(
             f"protocol {text!r}: say how many percent of the labels, e.g. {kind}-10."
         )
-    return kind, share
+    return kinds[kind], {"labels": float(percent) / 100}
 
 
-def _examples(kinds: Kinds) -> list[str]:
+def _has(cls: type[Protocol], name: str) -> bool:
+    return name in (field.name for field in fields(cls))
+
+
+def _examples(kinds: Mapping[str, type[Protocol]]) -> list[str]:
     """A word of every kind."""
     return [
-        f"{kind}-10" if cls.labels is None else f"{kind}:NAME" if cls.other_set else kind
+        f"{kind}-10" if _has(cls, "labels") else f"{kind}:NAME" if _has(cls, "data") else kind
         for kind, cls in kinds.items()
     ]

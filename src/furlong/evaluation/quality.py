@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from furlong.data.augment import Recipe
 from furlong.errors import FurlongError
-from furlong.evaluation.features import features
+from furlong.evaluation.features import device_of, features
 from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.seeding import shuffled, with_seed
 from furlong.settings import setting
@@ -51,8 +51,7 @@ def quality(
     """
     if len(pixels) < 2:
         raise FurlongError(f"{len(pixels)} image(s): the quality of features needs at least 2.")
-    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
-    with with_seed(seed, device):
+    with with_seed(seed, device_of(encoder)):
         first, second = (
             F.normalize(features(encoder, pixels, augment.view, batch_size), dim=1)
             for _ in range(2)
@@ -111,28 +110,24 @@ def sample(images: Images, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class QualityOptions:
-    """Of :class:`LabelFree`."""
-
-    images: int = setting(1000, "How many images are looked at.", above=0)
-
-
-class LabelFree(Protocol[QualityOptions]):
+class LabelFree(Protocol):
     """The quality of the features of training images."""
 
-    Options: ClassVar[type] = QualityOptions
+    kind: ClassVar[str] = "quality"
     labels = 0.0
+
+    images: int = setting(1000, "How many images are looked at.", above=0)
 
     def check(self, images: Images) -> None:
         """Labels are not needed."""
 
     def settings(self, images: Images) -> dict[str, Any]:
         """How many images there were."""
-        return {"images": min(self.options.images, len(images.train))}
+        return {"images": min(self.images, len(images.train))}
 
     def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
         """All numbers of :class:`Quality`, and whether the representation has collapsed."""
         images = encoded.images
-        pixels = sample(images, self.options.images)
+        pixels = sample(images, self.images)
         found = quality(encoded.encoder, pixels, images.augment, images.seed)
         return {**asdict(found), "collapsed": found.collapsed}

@@ -7,6 +7,9 @@ numbers with few labels come from there and must not be put beside these.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +17,8 @@ from torch import Tensor
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Images
-from furlong.evaluation.tuning import TUNINGS, FineTuned
+from furlong.evaluation.tuning import TUNINGS, FineTuned, Tuning
+from furlong.settings import setting
 
 
 def stratified(labels: Tensor, share: float, seed: int) -> Tensor:
@@ -34,17 +38,20 @@ def stratified(labels: Tensor, share: float, seed: int) -> Tensor:
     return torch.cat(chosen).sort()[0]
 
 
+@dataclass(frozen=True)
 class Semi(FineTuned):
-    """Fine-tuning with ⌈share·N_c⌉ labels of every class c; the seed decides which."""
+    """Fine-tuning with ⌈labels·N_c⌉ images of every class c; the seed decides which."""
 
-    labels = None
-    recipes = ("fcl", *TUNINGS)
+    kind: ClassVar[str] = "semi"
+    recipes: ClassVar[Collection[str]] = ("fcl", *TUNINGS)
 
-    @property
-    def recipe(self) -> str:
+    labels: float = setting(1.0, "The share of the labels that is used.", above=0, at_most=1)
+
+    def plan(self) -> tuple[str, Tuning]:
         """``fcl`` stands for SwAV's rates for 1 % or for 10 %."""
-        name = self.options.recipe
-        return name if name != "fcl" else "fcl-1" if self.share < 0.05 else "fcl-10"
+        if self.recipe != "fcl":
+            return super().plan()
+        return replace(self, recipe="fcl-1" if self.labels < 0.05 else "fcl-10").plan()
 
     def check(self, images: Images) -> None:
         """There must be labels enough."""
@@ -53,7 +60,7 @@ class Semi(FineTuned):
 
     def labelled(self, images: Images) -> ImageSet:
         """The images that are used with their labels."""
-        train, share = images.labelled()[0], self.share
+        train, share = images.labelled()[0], self.labels
         assert train.labels is not None
         rows = stratified(train.labels, share, images.seed)
         if len(rows) > 2 * share * len(train):  # then it is no longer what it is called

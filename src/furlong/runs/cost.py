@@ -85,14 +85,3 @@ def sent_by(server: AnyServer) -> dict[str, dict[str, Any]]:
                 found.setdefault(f"{exchange.kind}, later", flow)
         state = made.outline(state, server.clients, ctx)
     return found
-
-
-def coded_bits(
-    values: int, *, ways: int = 1, bits: int = 32, code_rate: tuple[int, int] = (1, 3)
-) -> int:
-    """Bits on the channel as in MFCL's Table 8: ``values`` of 32 bits, a code of rate 1/3.
-
-    ``ways``: 2 for a model, which goes down and up; 1 for representations.
-    """
-    carried, sent = code_rate
-    return values * bits * ways * sent // carried

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from furlong.core.federation import Federation
 from furlong.data.augment import preset
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Encoded, Images, Protocol
+from furlong.evaluation.tuning import Transfer
 from furlong.nn.devices import pick_device
 from furlong.nn.encoders import build_encoder
 from furlong.runs import checkpoint, config
@@ -28,10 +30,10 @@ from furlong.runs.config import Config, DataSettings
 from furlong.runs.datasets import NO_SPLIT, absolute, grouping, load_data
 from furlong.runs.encoders import about as described
 from furlong.runs.encoders import encoders, who
-from furlong.runs.finetune import ClientImages
+from furlong.runs.finetune import ClientImages, Federated
 from furlong.runs.folder import RunFolder, load_encoder, read_encoder
 from furlong.runs.prepare import prepare, workers
-from furlong.runs.results import KINDS, Row, mean_and_spread, protocols
+from furlong.runs.results import Result, mean_and_spread, protocols
 from furlong.runs.split import split_data
 from furlong.seeding import seeded, threads
 
@@ -128,7 +130,7 @@ class Bench:
     """
 
     def __init__(
-        self, measured: Subject, settings: Config, own: Config | None, asked: list[Protocol[Any]]
+        self, measured: Subject, settings: Config, own: Config | None, split: bool
     ) -> None:
         self.own, self._about = own, measured.about
         data = settings.data
@@ -136,44 +138,48 @@ class Bench:
         self.device = pick_device(settings.run.device)
         self.workers = workers(settings, self.device)
         self.held_out = False  # whether there is no test split
-        self.images = self._load(any(protocol.kind == "federated" for protocol in asked))
+        self.images = self._load(split)
         self.whose = {
             name: encoder.to(self.device)
             for name, encoder in {"random": measured.random, **measured.encoders}.items()
         }
         self._encoded = {name: Encoded(each, self.images) for name, each in self.whose.items()}
 
+    def _read(self, data: DataSettings) -> tuple[Images, list[str]]:
+        """Images at the encoder's size; of the run's own set they are on the side they were."""
+        channels, size = self._about["channels"], self._about["image_size"]
+        data = replace(data, image_size=data.image_size or size)
+        trained = self.own if self._is_own(data.name) else None
+        train, test, notes = load_data(replace(self.settings, data=data), trained)
+        if (train.channels, *train.size) != (channels, size, size):
+            height, width = train.size
+            remedy = f"--data.image-size {size}" if data.image_size != size else "another data set"
+            raise FurlongError(
+                f"the encoder takes {channels}×{size}×{size} images, those of {data.name} are "
+                f"{train.channels}×{height}×{width}: give {remedy}."
+            )
+        views = preset(self._about["augment"], size)
+        return Images(train, test, views, self.settings.run.seed), notes
+
+    def _is_own(self, name: str) -> bool:
+        return self.own is not None and absolute(name) == self.own.data.name
+
     def _load(self, split: bool) -> Images:
-        """The images, at the encoder's size; with who holds them only if that matters."""
-        settings, own, size = self.settings, self.own, self._about["image_size"]
-        other = own is None or settings.data.name != own.data.name
-        data = replace(settings.data, image_size=settings.data.image_size or size)
+        """The images of the run or of another set; with who holds them only if that matters."""
+        settings, own, data = self.settings, self.own, self.settings.data
         if not split:  # so that no partition can be impossible
             groups = grouping(settings)
-            if own is not None and other and groups == grouping(own):
+            if own is not None and not self._is_own(data.name) and groups == grouping(own):
                 groups = None  # those of the run's own set
             data = replace(data, partition="iid", group_by=groups)
-        asked, trained = replace(settings, data=data), None if other else own
-        train, test, notes = load_data(asked, trained)
+        images, notes = self._read(data)
         self.held_out = any(note.startswith(NO_SPLIT) for note in notes)
-        if (train.channels, *train.size) != (self._about["channels"], size, size):
-            height, width = train.size
-            raise FurlongError(
-                f"the encoder takes {self._about['channels']}×{size}×{size} images, not "
-                f"{train.channels}×{height}×{width}; "
-                + (
-                    f"give --data.image-size {size}."
-                    if train.channels == self._about["channels"]
-                    else "choose another --data."
-                )
-            )
-        images = Images(train, test, preset(self._about["augment"], size), settings.run.seed)
         if not split:
             return images
-        parts = split_data(asked, train, None if trained is None else trained.run.seed)
+        seed = own.run.seed if own is not None and self._is_own(data.name) else None
         return ClientImages(
             **vars(images),
-            federation=Federation.of(train, parts),
+            federation=Federation.of(images.train, split_data(settings, images.train, seed)),
             partition=data.partition,
             encoder=self._about["encoder"],
             device=self.device,
@@ -181,24 +187,12 @@ class Bench:
             server_threads=settings.train.server_threads,
         )
 
-    def measured_on(self, protocol: Protocol[Any]) -> Images:
+    def measured_on(self, protocol: Protocol) -> Images:
         """The images of a protocol; a transfer has its own."""
-        if not protocol.other_set:
+        if not isinstance(protocol, Transfer):
             return self.images
-        given, name = protocol.options, protocol.target
-        data = DataSettings(
-            name, given.root, given.images, given.test_images, self._about["image_size"], "iid"
-        )
-        # of the run's own set they are on the side where they were
-        same = self.own is not None and absolute(name) == self.own.data.name
-        asked = replace(self.settings, data=data)
-        train, test, _ = load_data(asked, self.own if same else None)
-        if train.channels != self._about["channels"]:
-            raise FurlongError(
-                f"the encoder takes {self._about['channels']} channel(s), the images of {name} "
-                f"have {train.channels}: choose another set."
-            )
-        return Images(train, test, self.images.augment, self.images.seed)
+        counts = (protocol.images, protocol.test_images)
+        return self._read(DataSettings(protocol.data, protocol.root, *counts, partition="iid"))[0]
 
     def encoded(self, name: str, images: Images) -> Encoded:
         """An encoder with ``images``; features of the run's images are computed once for all."""
@@ -228,7 +222,7 @@ MATTERS: dict[str, tuple[str, ...]] = {
     "evaluate.k": ("knn",),
     "evaluate.temperature": ("knn",),
     "evaluate.probe": ("linear",),
-    "run.seed": tuple(KINDS),
+    "run.seed": (*ACCURATE, "transfer", "quality"),
 }
 """Which settings of a run matter to which protocols."""
 
@@ -244,7 +238,7 @@ def evaluate(
     random: bool = False,
     tell: Tell = lambda *_: None,
     say: Say = lambda _: None,
-) -> list[Row]:
+) -> list[Result]:
     """Rows of the protocols (default: kNN and linear probe); kept in a run's evaluations.json.
 
     ``random`` also measures the encoder before training with protocols that do not do so anyway.
@@ -253,22 +247,23 @@ def evaluate(
     asked = protocols(settings.evaluate, words)
     folder = None if place.is_file() else RunFolder.open(place)
     own = None if folder is None else config.load(place / "config.toml")
-    found: list[Row] = []
+    found: list[Result] = []
     with nullcontext() if folder is None else folder.locked():
         measured = subject(place, settings, say)
-        bench = Bench(measured, settings, own, asked)
-        jobs = [(protocol, bench.measured_on(protocol)) for protocol in asked]
-        for protocol, images in jobs:  # mistakes show before the first hour of training
-            protocol.check(images)
+        with_clients = any(isinstance(protocol, Federated) for protocol in asked.values())
+        bench = Bench(measured, settings, own, with_clients)
+        images = {text: bench.measured_on(protocol) for text, protocol in asked.items()}
+        for text, protocol in asked.items():  # mistakes show before the first hour of training
+            protocol.check(images[text])
         if folder is None:
-            _caveats(place, asked, bench, random, say)
-        for protocol, images in jobs:
+            _caveats(place, asked.values(), bench, random, say)
+        for text, protocol in asked.items():
             names = list(measured.encoders)
             if protocol.with_random:
                 names = ["random", *names]
             elif random:
                 names = [*names, "random"]
-            rows = [_row(protocol, bench, name, images, tell) for name in names]
+            rows = [_row(text, protocol, bench, name, images[text], tell) for name in names]
             if measured.mean is not None:
                 each = [row for row in rows if row["who"] in measured.encoders]
                 rows.append(mean_and_spread(each, measured.mean))
@@ -282,23 +277,23 @@ def evaluate(
     return found
 
 
-def _row(protocol: Protocol[Any], bench: Bench, name: str, images: Images, tell: Tell) -> Row:
+def _row(
+    text: str, protocol: Protocol, bench: Bench, name: str, images: Images, tell: Tell
+) -> Result:
     with threads(bench.workers):
-        numbers = protocol.measure(
-            bench.encoded(name, images), lambda done, total: tell(protocol.text, done, total)
-        )
+        numbers = protocol.measure(bench.encoded(name, images), partial(tell, text))
     settings = {**protocol.settings(images), "seed": images.seed, **bench.changed(protocol.kind)}
     return {
         "who": name,
-        "protocol": protocol.text,
-        "labels": protocol.share,
+        "protocol": text,
+        "labels": protocol.labels,
         **numbers,
-        "data": protocol.target or bench.settings.data.name,
+        "data": protocol.data or bench.settings.data.name,
         "settings": settings,
     }
 
 
-def _caveats(place: Path, asked: list[Protocol[Any]], bench: Bench, random: bool, say: Say) -> None:
+def _caveats(place: Path, asked: Iterable[Protocol], bench: Bench, random: bool, say: Say) -> None:
     """What an exported file cannot know, and a run folder does."""
     if random or any(protocol.with_random for protocol in asked):
         say(
@@ -313,7 +308,7 @@ def _caveats(place: Path, asked: list[Protocol[Any]], bench: Bench, random: bool
         )
 
 
-def _require_finite(row: Row) -> None:
+def _require_finite(row: Result) -> None:
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise FurlongError(
@@ -322,10 +317,10 @@ def _require_finite(row: Row) -> None:
             )
 
 
-def _keep(folder: RunFolder, rows: Iterable[Row]) -> None:
+def _keep(folder: RunFolder, rows: Iterable[Result]) -> None:
     """Add rows to evaluations.json; what was measured again replaces what was there."""
 
-    def key(row: Row) -> str:
+    def key(row: Result) -> str:
         same = {k: row.get(k) for k in ("who", "protocol", "labels", "data", "settings")}
         return json.dumps(same, sort_keys=True)
 

@@ -34,19 +34,6 @@ from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class FederatedOptions:
-    """How long and how fast; FCL and FedCA give none of it, so all of it is our choice."""
-
-    rounds: int = setting(100, "Rounds of communication.", above=0)
-    epochs: int = setting(1, "Local epochs per round.", above=0)
-    batch_size: int = setting(64, "Local batch size.", at_least=2)
-    lr: float = setting(0.01, "The encoder's learning rate.", above=0)
-    head_lr: float = setting(0.1, "The head's learning rate.", above=0)
-    momentum: float = setting(0.9, "Of SGD.", at_least=0, below=1)
-    head: Literal["linear", "mlp"] = setting("linear", "mlp has one hidden layer (FedCA).")
-
-
-@dataclass(frozen=True)
 class ClientImages(Images):
     """Images that clients hold, and what is needed to let these train."""
 
@@ -108,58 +95,68 @@ def labelled(federation: Federation, share: float, seed: int) -> Federation:
     return replace(federation, rows=rows)
 
 
-class Federated(Protocol[FederatedOptions]):
+@dataclass(frozen=True)
+class Federated(Protocol):
     """The accuracy of an encoder after its clients have fine-tuned it with their labels.
 
-    Labelled images, head and batches depend on the seed only, so every encoder meets the same.
+    How long and how fast FCL and FedCA do not say, so all of it is our choice. Labelled images,
+    head and batches depend on the seed only, so every encoder meets the same.
     """
 
-    Options: ClassVar[type] = FederatedOptions
-    labels = None
-    with_random = True
+    kind: ClassVar[str] = "federated"
+    with_random: ClassVar[bool] = True
+
+    labels: float = setting(1.0, "The share of the labels that is used.", above=0, at_most=1)
+    rounds: int = setting(100, "Rounds of communication.", above=0)
+    epochs: int = setting(1, "Local epochs per round.", above=0)
+    batch_size: int = setting(64, "Local batch size.", at_least=2)
+    lr: float = setting(0.01, "The encoder's learning rate.", above=0)
+    head_lr: float = setting(0.1, "The head's learning rate.", above=0)
+    momentum: float = setting(0.9, "Of SGD.", at_least=0, below=1)
+    head: Literal["linear", "mlp"] = setting("linear", "mlp has one hidden layer (FedCA).")
 
     def check(self, images: Images) -> None:
         """Every client must have labels enough."""
         super().check(images)
-        labelled(_held(images).federation, self.share, images.seed)
+        labelled(_held(images).federation, self.labels, images.seed)
 
     def settings(self, images: Images) -> dict[str, Any]:
         """As given, and who held the images."""
         held = _held(images)
         split = {"partition": held.partition, "clients": len(held.federation.rows)}
-        return {**asdict(self.options), **split}
+        return {**super().settings(images), **split}
 
     def measure(self, encoded: Encoded, progress: Progress = silent) -> dict[str, Any]:
         """The accuracies on test and labelled images, and how many of these there were."""
-        images, plan, encoder = _held(encoded.images), self.options, encoded.encoder
+        images, encoder = _held(encoded.images), encoded.encoder
         train, test = images.labelled()
-        federation = labelled(images.federation, self.share, images.seed)
+        federation = labelled(images.federation, self.labels, images.seed)
         setup = Setup(
             encoder=images.encoder,
             width=out_dim(encoder, train.channels, train.size[0]),
             channels=train.channels,
             image_size=train.size[0],
             augment=crop_flip(images.augment),
-            rounds=plan.rounds,
-            epochs=plan.epochs,
-            batch_size=plan.batch_size,
-            optimiser=OptimiserSettings("sgd", plan.lr, plan.momentum, 0.0, "constant"),
+            rounds=self.rounds,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            optimiser=OptimiserSettings("sgd", self.lr, self.momentum, 0.0, "constant"),
             sizes=federation.sizes,
             classes=train.n_classes,
             seed=images.seed,
             server_threads=images.server_threads,
             device=images.device,
         )
-        method = TwoRates(head_lr=plan.head_lr, head=plan.head)
+        method = TwoRates(head_lr=self.head_lr, head=self.head)
         server: Server[Model, Model, Model] = Server(method, setup, guard=Guard(sizes=setup.sizes))
         start = {f"backbone.{name}": tensor for name, tensor in snapshot(encoder).items()}
         state = Model(server.init().weights | start)
         with InProcess(method, federation, setup, images.workers) as engine:
             for result in server.run(engine, state):
                 state = result.server
-                progress(result.exchange.index + 1, plan.rounds)
+                progress(result.exchange.index + 1, self.rounds)
         with torch.random.fork_rng(devices=[]):
-            model = method.classifier(state, server.context(Exchange(round=plan.rounds)))
+            model = method.classifier(state, server.context(Exchange(round=self.rounds)))
         chosen = torch.cat([federation.rows[client] for client in federation.clients])
         found = TuningResult(
             accuracy(model.to(setup.device), test, setup.augment),

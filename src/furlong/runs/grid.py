@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import FurlongError, nearest
-from furlong.runs import config, loop
+from furlong.runs import config, loop, papers
 from furlong.runs.checkpoint import write_atomically
 from furlong.runs.config import Config
 from furlong.runs.datasets import load_data
@@ -28,6 +28,7 @@ from furlong.runs.prepare import resolved
 from furlong.runs.split import client_count, split_data
 from furlong.words import duration
 
+PER_CELL = ("method.name", "run.out", "run.bound")  # settings that a grid chooses
 BOUNDS = ("single", "pooled")
 ERROR = "error.txt"
 GRID = "compare.json"  # in a grid's folder: its command and its cells
@@ -66,7 +67,7 @@ class Outcome:
 
 
 def grid(
-    files: Sequence[Path],
+    files: Sequence[str | Path],
     methods: Sequence[str],
     seeds: int,
     out: Path,
@@ -79,9 +80,9 @@ def grid(
     """
     if seeds < 1:
         raise FurlongError(f"--seeds is {seeds}; it must be at least 1")
-    for taken in ("method", "method.name", "seed", "out", "run.out", "bound", "run.bound"):
-        if taken in options:
-            raise FurlongError(f"--{taken} cannot be given to compare: it differs between cells.")
+    for option in options:
+        if config.full_name(option) in PER_CELL:
+            raise FurlongError(f"--{option} cannot be given to compare: it differs between cells.")
     cells = []
     for name, (tree, tables) in _read(files).items():
         where = name if files else "options"
@@ -107,12 +108,15 @@ def _own(tree: Mapping[str, Any]) -> str:
     return name if bound == "none" else f"{name}@{bound}"
 
 
-def _read(files: Sequence[Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def _read(files: Sequence[str | Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Name -> the file's tables, and its [methods.NAME] apart."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    stems = [path.stem for path in files]
-    for path in files:
+    sources = papers.expand(files)
+    stems = [path.stem for path in sources]
+    for path in sources:
         name = path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}"
+        if str(path).startswith(papers.PREFIX):
+            name = str(path).removeprefix(papers.PREFIX).replace("/", "-")
         if name in found:
             raise FurlongError(f"two configurations are called {name}: rename {path}.")
         tree = config.read(path)
@@ -240,14 +244,7 @@ def _one(cell: Cell, show: loop.Show | None, say: loop.Say, engine: loop.Connect
             say(f"{cell.folder} lacks its encoder: making it again.")
             summary.replace(aside)
         if (cell.folder / "config.toml").exists():
-            run, train = cell.settings.run, cell.settings.train
-            again = {
-                "workers": run.workers,
-                "device": run.device,
-                "run.deadline": run.deadline,
-                "train.min_clients": train.min_clients,
-            }
-            loop.resume(cell.folder, again, show, say, engine)
+            loop.resume(cell.folder, config.resumable(cell.settings), show, say, engine)
         else:
             loop.run(cell.settings, show, say, engine)
     except FurlongError as error:

@@ -204,15 +204,15 @@ def _observers(
     say: Say,
 ) -> list[Observer]:
     """In this order: what measures, what writes down, what saves, what tells."""
-    every = prepared.config.run.save_every
-    found: list[Observer] = [observers.Monitor(prepared, say)]
-    if prepared.config.evaluate.angles:
-        found.append(observers.Angles(prepared))
-    found += [observers.log(folder), board]
-    found.append(observers.checkpoints(folder.path, engine, prepared.server.exchanges(), every))
-    if show is not None:
-        found.append(observers.progress(show))
-    return found
+    every, exchanges = prepared.config.run.save_every, prepared.server.exchanges()
+    return [
+        observers.Monitor(prepared, say),
+        *([observers.Angles(prepared)] if prepared.config.evaluate.angles else []),
+        lambda event: folder.append(event.line),
+        board,
+        observers.checkpoints(folder.path, engine, exchanges, every),
+        *([lambda event: show(Status.after(event))] if show is not None else []),
+    ]
 
 
 def _random_encoder(prepared: Prepared, folder: RunFolder) -> nn.Module:

@@ -20,12 +20,11 @@ from furlong.core.method import Report
 from furlong.errors import FurlongError
 from furlong.evaluation.angles import angles
 from furlong.evaluation.features import features
-from furlong.evaluation.knn import KNN, KNNOptions
+from furlong.evaluation.knn import KNN
 from furlong.evaluation.protocol import Encoded, Images
 from furlong.evaluation.quality import Quality, quality, sample
 from furlong.runs import checkpoint
 from furlong.runs.encoders import encoders
-from furlong.runs.folder import RunFolder
 from furlong.runs.prepare import Prepared
 from furlong.seeding import seed_of, shuffled, threads
 
@@ -110,7 +109,7 @@ class Monitor:
         setup, self._settings = prepared.setup, prepared.config.evaluate
         self._images = Images(prepared.train, prepared.test, setup.augment, setup.seed)
         self._pixels = sample(self._images, min(SAMPLE, self._settings.monitor_images))
-        self._knn = KNN("knn", "knn", KNNOptions(self._settings.k, self._settings.temperature))
+        self._knn = KNN(self._settings.k, self._settings.temperature)
 
     def __call__(self, event: Event) -> None:
         """Every ``evaluate.knn_every`` exchanges and at the end."""
@@ -118,36 +117,33 @@ class Monitor:
         if event.last or event.done % every == 0:
             event.line.update(self.measure(encoders(self._prepared, event.result.server)))
 
-    def measure(self, found: Mapping[str, nn.Module]) -> dict[str, float | None]:
+    def measure(self, found: Mapping[str, nn.Module]) -> dict[str, float]:
         """Means over the encoders, for the log; nothing of what cannot be measured."""
-        measured: dict[str, float | None] = {}
+        measured: dict[str, float] = {}
         moved = {name: one.to(self._prepared.setup.device) for name, one in found.items()}
-        with threads(self._prepared.workers):
-            if self._images.has_labels:
-                measured |= self._guarded("the kNN monitor", self._accuracy, moved)
-            if len(self._pixels):  # else they are all on other machines
-                measured |= self._guarded("the monitor without labels", self._quality, moved)
+        for what, measure in (
+            ("the kNN monitor", self._accuracy),
+            ("the monitor without labels", self._quality),
+        ):
+            try:
+                with threads(self._prepared.workers):
+                    each = measure(moved)
+            except FurlongError as error:
+                self._say(f"{what} failed: {error}")
+            else:
+                measured |= {name: sum(one[name] for one in each) / len(each) for name in each[0]}
         return measured
 
-    def _guarded(
-        self,
-        name: str,
-        measure: Callable[[Mapping[str, nn.Module]], list[dict[str, float]]],
-        found: Mapping[str, nn.Module],
-    ) -> dict[str, float]:
-        try:
-            each = measure(found)
-        except FurlongError as error:
-            self._say(f"{name} failed: {error}")
-            return {}
-        return {key: sum(one[key] for one in each) / len(each) for key in each[0]}
-
     def _accuracy(self, found: Mapping[str, nn.Module]) -> list[dict[str, float]]:
+        if not self._images.has_labels:
+            return [{}]
         limit = self._settings.monitor_images
         encoded = (Encoded(encoder, self._images, limit) for encoder in found.values())
         return [{"knn": self._knn.measure(each)["accuracy"]} for each in encoded]
 
     def _quality(self, found: Mapping[str, nn.Module]) -> list[dict[str, float]]:
+        if not len(self._pixels):  # they are all on other machines
+            return [{}]
         seed = seed_of(self._images.seed, "quality") % 2**31  # the same views every time
         views = self._images.augment
         each = {name: quality(one, self._pixels, views, seed) for name, one in found.items()}
@@ -228,11 +224,6 @@ class TensorBoard:
                 self._writer.add_scalar(f"clients/{client}/{name}", value, step)
 
 
-def log(folder: RunFolder) -> Observer:
-    """A line of metrics.jsonl."""
-    return lambda event: folder.append(event.line)
-
-
 def checkpoints(run: Path, engine: Engine, exchanges: Sequence[Exchange], every: int) -> Observer:
     """A checkpoint every ``every`` rounds and at the end."""
 
@@ -262,13 +253,11 @@ class Status:
     seconds_left: float
     failures: list[str]
 
-
-def progress(show: Callable[[Status], None]) -> Observer:
-    """Tell whoever watches."""
-
-    def tell(event: Event) -> None:
+    @classmethod
+    def after(cls, event: Event) -> Status:
+        """The status after ``event``."""
         line, totals = event.line, event.totals
-        status = Status(
+        return cls(
             event.done,
             event.total,
             line["round"],
@@ -280,6 +269,3 @@ def progress(show: Callable[[Status], None]) -> Observer:
             totals["seconds"] / event.done * (event.total - event.done),
             [f"client {f['client']} {f['kind']}: {f['reason']}" for f in line["failures"]],
         )
-        show(status)
-
-    return tell

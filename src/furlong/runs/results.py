@@ -18,19 +18,11 @@ from furlong.evaluation.tuning import Transfer
 from furlong.runs.config import EvaluateSettings, build
 from furlong.runs.finetune import Federated
 
-Row = dict[str, Any]
-KINDS: dict[str, type[Protocol[Any]]] = {
-    "knn": KNN,
-    "linear": Linear,
-    "linear-crops": LinearCrops,
-    "semi": Semi,
-    "transfer": Transfer,
-    "federated": Federated,
-    "quality": LabelFree,
-}
+Result = dict[str, Any]  # who, protocol, labels, accuracy, …
+KINDS = (KNN, Linear, LinearCrops, Semi, Transfer, Federated, LabelFree)
 
 
-def protocols(settings: EvaluateSettings, words: str | None = None) -> list[Protocol[Any]]:
+def protocols(settings: EvaluateSettings, words: str | None = None) -> dict[str, Protocol]:
     """Those that ``words`` name, by default kNN and the linear probe, as the settings say."""
     probe = settings.probe
     usual: dict[str, dict[str, Any]] = {
@@ -46,16 +38,17 @@ def final_rows(
     images: Images,
     encoders: Mapping[str, nn.Module],
     classifiers: Mapping[str, nn.Module],
-) -> list[Row]:
+) -> list[Result]:
     """The results of a run: of every encoder, and the mean of those of clients alone."""
-    rows: list[Row] = []
-    for name, encoder in encoders.items():
+    rows: list[Result] = []
+    for whose, encoder in encoders.items():
         encoded = Encoded(encoder, images)
-        scores = {p.text: p.measure(encoded)["accuracy"] for p in protocols(settings)}
-        if name in classifiers:
-            scores["classifier"] = _right(classifiers[name], images)
+        asked = protocols(settings)
+        scores = {name: each.measure(encoded)["accuracy"] for name, each in asked.items()}
+        if whose in classifiers:
+            scores["classifier"] = _right(classifiers[whose], images)
         for protocol, accuracy in scores.items():
-            rows.append({"who": name, "protocol": protocol, "labels": 1.0, "accuracy": accuracy})
+            rows.append({"who": whose, "protocol": protocol, "labels": 1.0, "accuracy": accuracy})
     for protocol in sorted({row["protocol"] for row in rows}):
         alone = [r for r in rows if r["who"].endswith(" alone") and r["protocol"] == protocol]
         if alone:
@@ -71,7 +64,7 @@ def _right(classifier: nn.Module, images: Images) -> float:
     return float((scores.argmax(dim=1) == test.labels).double().mean())
 
 
-def mean_and_spread(rows: Sequence[Row], name: str) -> Row:
+def mean_and_spread(rows: Sequence[Result], name: str) -> Result:
     """One row of ``name`` for those of several encoders: means, and of the accuracy ``std``."""
     merged = {**rows[0], "who": name}
     for key, value in rows[0].items():
@@ -84,5 +77,5 @@ def mean_and_spread(rows: Sequence[Row], name: str) -> Row:
     return merged
 
 
-def _column(rows: Iterable[Row], key: str) -> torch.Tensor:
+def _column(rows: Iterable[Result], key: str) -> torch.Tensor:
     return torch.tensor([row[key] for row in rows], dtype=torch.float64)
