@@ -9,7 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 import furlong
-from furlong.reports.tables import by_encoder, column_title, points
+from furlong.reports.formats import column_title
+from furlong.reports.tables import by_encoder
+from furlong.runs.record import Result, parse
+from furlong.words import points
 
 app = App(
     name="furlong",
@@ -25,12 +28,12 @@ dotted: dict[str, Any] = {}  # --section.key options of this call, taken out bef
 
 def results_table(rows: list[dict[str, Any]]) -> Table:
     """Who against protocol, in percent."""
-    columns, encoders = by_encoder(rows)
+    columns, encoders = by_encoder(parse(Result, row, "a row") for row in rows)
     table = Table("encoder", *[f"{column_title(column)} %" for column in columns])
     for column in table.columns[1:]:
         column.justify = "right"
     for name, cells in encoders.items():
         found = [cells.get(column) for column in columns]
-        words = [points(row["accuracy"], row.get("std")) if row else "–" for row in found]
+        words = [points(row.accuracy, row.std) if row else "–" for row in found]
         table.add_row(name, *words)
     return table

@@ -13,7 +13,7 @@ from rich.table import Table
 from furlong.cli.common import app, console, dotted, err
 from furlong.cli.training import watching
 from furlong.errors import FurlongError
-from furlong.reports import tables
+from furlong.reports import formats, tables
 from furlong.runs import grid as grids
 
 
@@ -163,7 +163,7 @@ def table(
 
         print(comparison.fragment(groups))
     else:
-        print((tables.markdown if to == "markdown" else tables.comma_separated)(groups), end="")
+        print((formats.markdown if to == "markdown" else formats.comma_separated)(groups), end="")
 
 
 def _groups(folders: list[Path], baseline: str | None) -> list[tables.Group]:
@@ -175,7 +175,7 @@ def _groups(folders: list[Path], baseline: str | None) -> list[tables.Group]:
 
 def _print_tables(folders: list[Path], baseline: str | None) -> None:
     for group in _groups(folders, baseline):
-        heading, rows = tables.cells(group)
+        heading, rows = formats.cells(group)
         heading, names = _numbered(heading, rows)
         shown = Table(*heading, title=group.title, title_justify="left")
         for number, column in enumerate(shown.columns):
@@ -188,7 +188,7 @@ def _print_tables(folders: list[Path], baseline: str | None) -> None:
             shown.add_row(*row, style=style)
         # what does not fit is for the terminal to break: half a number would be a wrong one
         console.print(shown, markup=False, width=max(console.width, least), crop=False)
-        for text in [*names, *group.notes_below(), *tables.verdicts(group)]:
+        for text in [*names, *formats.notes(group), *formats.verdicts(group)]:
             console.print(text, markup=False)
         console.print()
 
@@ -229,8 +229,9 @@ def report(
     tsne
         One run: also map its representations to the plane by t-SNE (reads the images again).
     """
-    from furlong.reports import comparison, mapping
+    from furlong.reports import comparison
     from furlong.reports import page as pages
+    from furlong.reports import tsne as mapping
 
     if not runs:
         raise FurlongError("give run folders, or folders that contain them.")

@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import stats
-
 FEWEST = 3  # seeds: below that nothing can be said
 LEVEL = 0.05
 
@@ -24,6 +22,7 @@ class Difference:
     mean: float
     n: int
     p: float | None
+    corrected: float | None = None  # p, for all tests of a table
 
 
 def paired(ours: Sequence[float], baseline: Sequence[float]) -> Difference:
@@ -35,6 +34,8 @@ def paired(ours: Sequence[float], baseline: Sequence[float]) -> Difference:
     spread = statistics.stdev(differences)
     if spread < 1e-12:  # no spread to compare the mean with
         return Difference(mean, n, 1.0 if abs(mean) < 1e-12 else None)
+    from scipy import stats  # takes long to import
+
     t = mean / (spread / math.sqrt(n))
     return Difference(mean, n, float(2 * stats.t.sf(abs(t), n - 1)))
 

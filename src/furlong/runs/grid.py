@@ -22,10 +22,10 @@ from furlong.errors import FurlongError, nearest
 from furlong.reports import page
 from furlong.reports.tables import FREE, GRID
 from furlong.runs import config, loop
-from furlong.runs.checkpoint import write_atomically
 from furlong.runs.config import Config
-from furlong.runs.folder import RunFolder
+from furlong.runs.folder import write_file
 from furlong.runs.prepare import absolute, augmentation, client_count, load_data, split_data
+from furlong.runs.record import RunRecord
 from furlong.words import duration
 
 BOUNDS = ("single", "pooled")
@@ -156,7 +156,7 @@ def _check(cell: Cell) -> None:
     path = cell.folder / "config.toml"
     if not path.exists():
         return
-    RunFolder(cell.folder).summary()  # a damaged one is told now
+    _ = RunRecord(cell.folder).summary  # a damaged one is told now
     there = _tree(path)
     wanted = tomllib.loads(_resolved(cell.settings, there).toml())
     for section in sorted({*there, *wanted}):
@@ -221,9 +221,9 @@ def run(
     outcomes: list[Outcome] = []
     took: dict[str, list[float]] = {}
     for number, cell in enumerate(cells):
-        summary = RunFolder(cell.folder).summary()
+        summary = RunRecord(cell.folder).summary
         if summary is not None and _finished(cell.folder):
-            took.setdefault(cell.method, []).append(summary["seconds"])
+            took.setdefault(cell.method, []).append(summary.seconds)
             if not (cell.folder / "report.html").exists():
                 page.build(cell.folder)
             outcomes.append(Outcome(cell, "was there"))
@@ -297,6 +297,6 @@ def keep(out: Path, command: str, cells: Sequence[Cell]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"command": command, "cells": names}, indent=1) + "\n"
-        write_atomically(out / GRID, text.encode())
+        write_file(out / GRID, text.encode())
     except OSError as error:
         raise FurlongError(f"cannot write to {out}: {error.strerror}") from None

@@ -31,7 +31,8 @@ from furlong.nn.encoders import build_encoder
 from furlong.reports import page
 from furlong.runs import checkpoint, config
 from furlong.runs.config import Config
-from furlong.runs.folder import RunFolder, load_encoder
+from furlong.runs.encoder import load_encoder
+from furlong.runs.folder import RunFolder
 from furlong.runs.monitor import QUALITY, Watch
 from furlong.runs.prepare import SITES, Prepared, describe_partition, prepare, who
 from furlong.seeding import shuffled, threads
@@ -228,12 +229,11 @@ def resume(
     folder = RunFolder.open(path)
     say = say or (lambda _: None)
     with folder.locked():
-        summary = folder.read("summary.json")
-        if summary is not None:
+        if folder.record.summary is not None:
             say(f"{path} has finished; nothing to do.")
             shutil.rmtree(path / "server", ignore_errors=True)  # if it was killed just then
-            return Run(path, summary)
-        settings = config.with_out(config.load(path / "config.toml", overrides), path)
+            return Run(path, folder.record.read("summary.json"))
+        settings = config.with_out(folder.record.config(overrides), path)
         saved = checkpoint.load(path)
         for note in saved.notes if saved else []:
             say(note)
@@ -245,8 +245,9 @@ def resume(
         with _meeting(settings, folder, say, wire) as meeting:
             prepared = prepare(settings, members=None if meeting is None else meeting.members())
             split = describe_partition(prepared.train, prepared.split)
-            began = (folder.read("partition.json") or {}).get("fingerprint")
-            if settings.data.name != SITES and began != split["fingerprint"]:
+            began = folder.record.split
+            same = began is not None and began.fingerprint == split["fingerprint"]
+            if settings.data.name != SITES and not same:
                 raise FurlongError(
                     f"the images are not those that {path} began with: see its partition.json. Put "
                     "them back, or start a new run."

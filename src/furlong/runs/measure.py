@@ -38,10 +38,12 @@ from furlong.evaluation.tuning import TUNINGS, Tuning
 from furlong.nn.encoders import build_encoder
 from furlong.runs import checkpoint, config
 from furlong.runs.config import Config, DataSettings, ModelSettings
+from furlong.runs.encoder import load_encoder, read_encoder
 from furlong.runs.finetune import FederatedTuning, federated_fine_tune, labelled
-from furlong.runs.folder import RunFolder, load_encoder, read_encoder
+from furlong.runs.folder import RunFolder
 from furlong.runs.loop import Evaluator, mean_and_spread
 from furlong.runs.prepare import NO_SPLIT, Prepared, absolute, grouping, load_data, prepare, who
+from furlong.runs.record import RunRecord
 from furlong.seeding import seeded, shuffled, threads
 
 Row = dict[str, Any]
@@ -218,8 +220,7 @@ def settings_of(place: Path, overrides: Mapping[str, Any] | None = None) -> Conf
     """A run's settings, or those that an exported encoder suggests, with ``overrides``."""
     given = dict(overrides or {})
     if not place.is_file():
-        RunFolder.open(place)
-        return config.load(place / "config.toml", given)
+        return RunRecord.open(place).config(given)
     name = str(read_encoder(place)[0].get("data", "shapes"))
     if "data" not in given and "data.name" not in given:
         if ":" in name:
@@ -237,8 +238,7 @@ def subject(place: Path, settings: Config, say: Callable[[str], None]) -> Subjec
         about |= {key: int(about[key]) for key in ("channels", "image_size")}
         return Subject({"encoder": encoder}, _fresh(about, settings.run.seed), about)
     folder = RunFolder.open(place)
-    own = config.load(place / "config.toml")
-    about = folder.read("encoder.json") or {}
+    own, about = folder.record.config(), folder.record.encoder
     if about and own.run.bound != "single":
         found = Subject({who(own): load_encoder(place)}, _fresh(about, own.run.seed), about)
     else:
@@ -419,7 +419,7 @@ def evaluate(
     asked = parse(usual if protocols is None else protocols)
     say = say or (lambda _: None)
     folder = None if place.is_file() else RunFolder.open(place)
-    own = None if folder is None else config.load(place / "config.toml")
+    own = None if folder is None else folder.record.config()
     found: list[Row] = []
     with nullcontext() if folder is None else folder.locked():
         measured = subject(place, settings, say)
@@ -481,7 +481,7 @@ def _keep(folder: RunFolder, rows: Iterable[Row]) -> None:
         same = {k: row.get(k) for k in ("who", "protocol", "labels", "data", "settings")}
         return json.dumps(same, sort_keys=True)
 
-    merged = {key(row): row for row in [*folder.evaluations(), *rows]}
+    merged = {key(row): row for row in [*folder.record.evaluations, *rows]}
     folder.write("evaluations.json", list(merged.values()))
 
 
