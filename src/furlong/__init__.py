@@ -16,10 +16,10 @@ from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.methods.base import Averaging, Model, OneNetwork
 from furlong.runs.config import Config, from_tree
-from furlong.runs.encoder import load_encoder
 from furlong.runs.loop import Run, Status, resume
 from furlong.runs.loop import run as run_config
 from furlong.runs.prepare import prepare
+from furlong.runs.saved_encoder import load_encoder
 
 __all__ = [
     "METHODS",

@@ -34,7 +34,7 @@ from furlong.data.folder import (
 from furlong.errors import FurlongError
 from furlong.evaluation.features import features
 from furlong.files import replacing
-from furlong.runs.encoder import load_encoder, read_encoder
+from furlong.runs.saved_encoder import load_encoder, read_encoder
 
 if TYPE_CHECKING:
     import pyarrow as pa

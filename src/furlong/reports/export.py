@@ -26,8 +26,8 @@ from furlong.files import replacing, require_free, require_space
 from furlong.nn.encoders import evaluating
 from furlong.reports import card as cards
 from furlong.reports.rendering import render
-from furlong.runs.encoder import load_encoder, read_encoder
 from furlong.runs.record import RunRecord
+from furlong.runs.saved_encoder import load_encoder, read_encoder
 
 Target = Literal["safetensors", "onnx", "timm"]
 FILES: dict[str, str] = {

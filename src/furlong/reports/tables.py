@@ -20,28 +20,12 @@ from furlong.errors import FurlongError, nearest
 from furlong.evaluation import RECIPES
 from furlong.reports import printed
 from furlong.reports.significance import FEWEST, Difference, holm, paired
-from furlong.runs.config import Config
+from furlong.runs.config import Config, all_facts, is_place
 from furlong.runs.record import Result, RunRecord
 from furlong.words import plural
 
 GRID = "compare.json"  # in a grid's folder: its command and its cells
-SETTING = {
-    "data": ("name", "images", "test_images", "image_size", "partition", "clients", "group_by"),
-    "model": ("encoder",),
-    "train": ("rounds", "epochs", "fraction"),
-    "evaluate": ("probe", "k", "temperature"),
-}
-FREE = {  # where and how a run is computed: nothing that its results depend on
-    "run": ("workers", "device", "out", "save_every", "state_memory_mb", "deadline"),
-    "data": ("root", "public_root", "cache"),
-    "train": ("server_threads", "min_clients"),
-}
-TOLD = {  # by a row's name and its seeds; or only how closely a run was watched
-    "method": ("name",),
-    "run": ("seed", "bound", "engine"),
-    "data": ("strict",),
-    "evaluate": ("knn_every", "angles"),
-}
+ROW = ("method.name", "run.bound", "run.seed")  # told by a row's name and its seeds
 PROTOCOLS = {
     "knn": "kNN",
     "linear": "linear probe",
@@ -72,9 +56,9 @@ class MeasuredRun(RunRecord):
         found: dict[str, Any] = {}
         for section, usual in {"method": {}, **_defaults()}.items():
             values = {**usual, **self.settings.get(section, {})}
-            apart = (*SETTING.get(section, ()), *FREE.get(section, ()), *TOLD.get(section, ()))
-            found |= {f"{section}.{k}": v for k, v in values.items() if k not in apart}
-        return found
+            found |= {f"{section}.{key}": value for key, value in values.items()}
+        apart = {name for name, fact in all_facts().items() if fact.table or fact.role != "result"}
+        return {name: value for name, value in found.items() if name not in {*apart, *ROW}}
 
 
 @cache
@@ -265,9 +249,9 @@ def _usual(protocol: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _said(name: str, usual: Mapping[str, Any]) -> bool:
     """Whether no result depends on a setting, or the protocol's name tells it anyway."""
-    section, _, key = name.partition(".")
+    key = name.partition(".")[2]
     told = key in usual or name in ("data.name", "evaluate.probe")
-    return told or key in FREE.get(section, ())
+    return told or is_place(name)
 
 
 def kind_of(protocol: str) -> str:
@@ -307,11 +291,8 @@ def tables(
 
 
 def _setting(run: MeasuredRun) -> dict[str, Any]:
-    return {
-        f"{section}.{key}": run.settings[section].get(key)
-        for section, keys in SETTING.items()
-        for key in keys
-    }
+    shared = [name.split(".") for name, fact in all_facts().items() if fact.table]
+    return {f"{section}.{key}": run.settings[section].get(key) for section, key in shared}
 
 
 def _groups(runs: list[MeasuredRun], baseline: str | None) -> Iterator[Group]:

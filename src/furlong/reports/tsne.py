@@ -13,8 +13,8 @@ from torch import Tensor
 from furlong.errors import FurlongError
 from furlong.evaluation import features
 from furlong.runs import prepare
-from furlong.runs.encoder import load_encoder
 from furlong.runs.folder import RunFolder
+from furlong.runs.saved_encoder import load_encoder
 from furlong.seeding import shuffled
 
 FILE = "tsne.json"

@@ -20,8 +20,8 @@ from furlong import files
 from furlong.core.payload import Weights, pack_tensors
 from furlong.errors import FurlongError
 from furlong.runs.checkpoint import write_atomically
-from furlong.runs.encoder import fill, read_weights
 from furlong.runs.record import RunRecord
+from furlong.runs.saved_encoder import fill, read_weights
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -31,15 +31,11 @@ from furlong.nn.encoders import build_encoder
 from furlong.reports import page
 from furlong.runs import checkpoint, config
 from furlong.runs.config import Config
-from furlong.runs.encoder import load_encoder
 from furlong.runs.folder import RunFolder
 from furlong.runs.monitor import QUALITY, Watch
 from furlong.runs.prepare import SITES, Prepared, describe_partition, prepare, who
+from furlong.runs.saved_encoder import load_encoder
 from furlong.seeding import shuffled, threads
-
-ANEW = {"workers", "device", "run.workers", "run.device", "run.deadline", "train.min_clients"}
-ANEW |= {"superlink", "certs", "insecure", "flower.superlink", "flower.certs", "flower.insecure"}
-ANEW |= {"flower.wait", "flower.cpus"}
 
 
 @dataclass(frozen=True)
@@ -224,7 +220,8 @@ def resume(
     """
     path = Path(run_folder)
     for name in overrides or {}:
-        if name.replace("-", "_") not in ANEW:
+        fact = config.all_facts().get(config.full_name(name))
+        if fact is None or not fact.resume:
             raise FurlongError(f"a run goes on with the settings it has: --{name} cannot be given.")
     folder = RunFolder.open(path)
     say = say or (lambda _: None)

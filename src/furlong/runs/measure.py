@@ -38,12 +38,12 @@ from furlong.evaluation.tuning import TUNINGS, Tuning
 from furlong.nn.encoders import build_encoder
 from furlong.runs import checkpoint, config
 from furlong.runs.config import Config, DataSettings, ModelSettings
-from furlong.runs.encoder import load_encoder, read_encoder
 from furlong.runs.finetune import FederatedTuning, federated_fine_tune, labelled
 from furlong.runs.folder import RunFolder
 from furlong.runs.loop import Evaluator, mean_and_spread
 from furlong.runs.prepare import NO_SPLIT, Prepared, absolute, grouping, load_data, prepare, who
 from furlong.runs.record import RunRecord
+from furlong.runs.saved_encoder import load_encoder, read_encoder
 from furlong.seeding import seeded, shuffled, threads
 
 Row = dict[str, Any]
