@@ -22,9 +22,10 @@ from furlong.core.weights import snapshot
 from furlong.errors import FurlongError
 from furlong.runs import config, loop, measure
 from furlong.runs.cost import flows
-from furlong.runs.folder import RunFolder, load_encoder
+from furlong.runs.folder import RunFolder
 from furlong.runs.loop import Evaluator, Run, Status
 from furlong.runs.prepare import describe_partition, load_data, load_public, prepare, who
+from furlong.runs.saved_encoder import load_encoder
 
 SCALARS = 8 * 5  # of a report: client, exchange, examples, and two metrics (loss, images)
 

@@ -23,11 +23,12 @@ from furlong.errors import FurlongError
 from furlong.evaluation import fine_tune, semi_supervised, tuning
 from furlong.runs import config, loop, measure
 from furlong.runs.finetune import FederatedTuning, FineTuned, federated_fine_tune, labelled
-from furlong.runs.folder import RunFolder, load_encoder
+from furlong.runs.folder import RunFolder
 from furlong.runs.loop import Run
 from furlong.runs.measure import Protocol
 from furlong.runs.monitor import Watch
 from furlong.runs.prepare import prepare
+from furlong.runs.saved_encoder import load_encoder
 from tests.conftest import tiny
 
 FAST = FederatedTuning(rounds=2, batch_size=8)
@@ -141,10 +142,10 @@ def test_rows_are_merged_by_what_they_say(run: Run) -> None:
     ]
     measure.evaluate(run.folder, settings, "knn:k=3")
     measure.evaluate(run.folder, settings, "knn")
-    kept = RunFolder(run.folder).evaluations()
+    kept = RunFolder(run.folder).record.evaluations
     assert [r["protocol"] for r in kept] == ["knn", "knn", "quality", "quality", "knn:k=3"]
     measure.evaluate(run.folder, replace(settings, run=replace(settings.run, seed=1)), "knn")
-    assert len(RunFolder(run.folder).evaluations()) == 6  # measured with another seed
+    assert len(RunFolder(run.folder).record.evaluations) == 6  # measured with another seed
     (run.folder / "evaluations.json").write_text("{}")
     with pytest.raises(FurlongError, match="move it away"):
         measure.evaluate(run.folder, settings, "knn")
@@ -361,7 +362,7 @@ def test_a_checkpoint_is_measured_and_named(tmp_path: Path) -> None:
     later = measure.evaluate(out, measure.settings_of(out), "knn")
     assert [r["who"] for r in later] == ["federated"]
     assert later[0]["accuracy"] == run.accuracy("knn")
-    assert len(RunFolder(out).evaluations()) == 2
+    assert len(RunFolder(out).record.evaluations) == 2
 
 
 def test_a_run_without_checkpoint_is_refused(tmp_path: Path) -> None:
