@@ -296,7 +296,7 @@ def test_many_columns_are_numbered(furlong_: Any, tmp_path: Path) -> None:  # no
         ("summary.json", "{", "cannot read"),
         ("evaluations.json", '[{"accuracy": 0.5}]', "who is missing"),
         ("evaluations.json", '[{"who": 1, "protocol": "knn", "accuracy": 1}]', "who is not what"),
-        ("config.toml", "a = 1", "method is missing"),
+        ("config.toml", "a = 1", "method.name is missing"),
     ],
 )
 def test_damaged_runs(

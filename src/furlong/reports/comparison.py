@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
@@ -40,7 +39,7 @@ def build(
         "runs": finished,
         "methods": {name: about for name, about in methods.items() if about is not None},
         "headline": _headline(groups),
-        "command": _command(folders),
+        "command": tables.grid_file(folders[0]).get("command") if len(folders) == 1 else None,
         "again": shlex.join(["furlong", "report", *map(str, folders)]),
     }
     write_file(page, render("comparison.html.jinja", contents).encode())
@@ -54,15 +53,6 @@ def build(
 def fragment(groups: Sequence[Group]) -> str:
     """The tables alone, as HTML for another page."""
     return render("tables.html.jinja", {"groups": groups}).strip()
-
-
-def _command(folders: Sequence[Path]) -> str | None:
-    """How the grid was made, if ``furlong compare`` made it."""
-    try:
-        kept = json.loads((folders[0] / tables.GRID).read_text(encoding="utf-8"))
-        return str(kept["command"]) if len(folders) == 1 else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # absent or damaged: the page only lacks the command
 
 
 def _headline(groups: Sequence[Group]) -> dict[str, Any]:

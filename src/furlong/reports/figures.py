@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,12 @@ _NAMES = {BLUE: "blue", ORANGE: "orange", GREEN: "green", PURPLE: "purple", GREY
 _NAMES |= {SKY: "sky", AMBER: "amber"}
 _SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, AMBER)
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
+_FORMATS: dict[str, Any] = {
+    "%": lambda value, _: f"{100 * value:g} %",
+    "B": lambda value, _: size(value),
+    ",": lambda value, _: f"{value:,.0f}",
+}
+_WHOLE: dict[str, Any] = {"integer": True, "steps": [1, 2, 5, 10]}  # ticks at whole numbers
 _LEVEL = (0, (5, 3))  # how a level across a figure is dashed
 _MARKS = "osD^vP*Xdhp<>"
 # Tol's "muted", for more classes than _SERIES has colours; lighter where it would be lost on black
@@ -71,23 +78,35 @@ def curves(
     """
     figure, axes = _axes(2.7, x="round", y=ylabel, grid="y", unit=unit)
     if len(each) > _MOST_LINES:
-        _band(axes, each)
+        found = _gathered(each)
+        low, high = ([np.quantile(ys, q) for ys in found.values()] for q in (0.1, 0.9))
+        axes.fill_between(list(found), low, high, color=GREY, alpha=0.3, linewidth=0,
+                          label="middle 80 % of the clients")  # fmt: skip
     else:
         for number, points in enumerate(each):
             label = None if number else "one client"
             mark = "." if len(points) == 1 else ""
-            axes.plot(*_xy(points), color=GREY, alpha=0.6, linewidth=0.8, marker=mark, label=label)
+            axes.plot(
+                *zip(*points, strict=True),
+                color=GREY,
+                alpha=0.6,
+                linewidth=0.8,
+                marker=mark,
+                label=label,
+            )
     for number, (name, points) in enumerate(means.items()):
         style: dict[str, Any] = (
             {"linestyle": (0, (4, 2.5))} if number else {}
         )  # may cover the first
         if not number and len(points) <= 30:
             style |= {"marker": "o", "markersize": 3.5}
-        axes.plot(*_xy(points), color=_SERIES[number % 4], linewidth=2, label=name, **style)
+        axes.plot(
+            *zip(*points, strict=True), color=_SERIES[number % 4], linewidth=2, label=name, **style
+        )
     for name, level in (levels or {}).items():
         axes.axhline(level, color=ORANGE, linewidth=1.4, linestyle=_LEVEL, label=name)
-    _ticks(axes.yaxis, 6, steps=[1, 2, 2.5, 5, 10])
-    _ticks(axes.xaxis, 7, integer=True)
+    axes.locator_params("y", nbins=6)
+    axes.locator_params("x", nbins=7, **_WHOLE)
     if unit == "B":
         axes.set_ylim(bottom=0)
     if len(axes.get_legend_handles_labels()[0]) > 1:
@@ -113,7 +132,10 @@ def compared(
     figure, axes = _axes(3.1, x="round", y=ylabel, grid="y", unit=unit)
     ends: list[tuple[float, str, str, Any]] = []
     for number, (name, runs) in enumerate(series.items()):
-        x, mean, std = _over_runs(runs)
+        found = _gathered(runs)
+        x = list(found)
+        mean = np.array([np.mean(ys) for ys in found.values()])
+        std = np.array([np.std(ys, ddof=1) if len(ys) > 1 else 0.0 for ys in found.values()])
         slot = (slots or {}).get(name, number)
         color, dash = _SERIES[slot % 6], _DASHES[slot // 6 % 4]
         mark = {"marker": "o", "markersize": 3} if len(x) <= 12 else {}
@@ -122,7 +144,7 @@ def compared(
             low, high = (np.clip(mean + d, *(limits or (None, None))) for d in (-std, std))
             axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
         ends.append((float(mean[-1]), name, color, dash))
-    _ticks(axes.xaxis, 6, integer=True)
+    axes.locator_params("x", nbins=6, **_WHOLE)
     _name_ends(axes, [*ends, *_levels(axes, levels)])
     return figure
 
@@ -139,7 +161,7 @@ def versus(
 
     ``levels``, ``slots``: as for ``compared``.
     """
-    from matplotlib.ticker import FixedLocator, NullLocator
+    from matplotlib.ticker import FixedLocator
 
     figure, axes = _axes(3.1, x=xlabel, y=ylabel, grid="both", unit="%")
     places = [(slots or {}).get(name, number) for number, (name, *_) in enumerate(points)]
@@ -152,8 +174,8 @@ def versus(
     low, high = min(p[1] for p in points), max(p[1] for p in points)
     axes.set_xlim(low / 1.3, high * 1.6 * (high / low) ** 0.35)
     axes.xaxis.set_major_locator(FixedLocator(_round_numbers(low / 1.5, high * 2)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    _unit(axes.xaxis, "B")
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(_FORMATS["B"])
     bottom, top = axes.get_ylim()
     for group in _near([point[1] for point in points], 0.12 * (np.log10(high / low) + 0.5)):
         heights = _apart([points[i][2] for i in group], 0.06 * (top - bottom), bottom, top)
@@ -179,17 +201,15 @@ def _near(values: Sequence[float], reach: float) -> list[list[int]]:
 
 def sweep(rows: Sequence[tuple[float, float, float | None]], xlabel: str, ylabel: str) -> Figure:
     """Accuracy (a fraction, with its deviation) over the values of one setting."""
-    from matplotlib.ticker import FixedLocator
-
     figure, axes = _axes(2.7, y=ylabel, grid="y", unit="%")
     x, y, std = zip(*sorted(rows), strict=True)
     error = [value or 0.0 for value in std]
     axes.errorbar(x, y, yerr=error if any(error) else None, color=BLUE, marker="o", markersize=5,
                   capsize=3, linewidth=1.8)  # fmt: skip
     axes.set_xlabel(_short(xlabel, 40), parse_math=False)
-    _ticks(axes.xaxis, 7, steps=None)
+    axes.locator_params("x", nbins=7, steps=None)
     if len(x) <= 8:
-        axes.xaxis.set_major_locator(FixedLocator(x))
+        axes.set_xticks(x)
     return figure
 
 
@@ -265,12 +285,12 @@ def heat_map(
         style: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
         axes.set_xticks(range(n), names, parse_math=False, **(style if tilted else {}))
     else:
-        _ticks(axes.xaxis, 8, integer=True)
+        axes.locator_params("x", nbins=8, **_WHOLE)
         below = f"class (number)\n{below}" if below else "class (number)"
     if clients <= _MOST_NAMES:
         axes.set_yticks(range(clients))
     else:
-        _ticks(axes.yaxis, 8, integer=True)
+        axes.locator_params("y", nbins=8, **_WHOLE)
     axes.set_xlabel(below, parse_math=False)
     if counts.size <= 4 * _MOST_NUMBERS:  # hairlines, or a sea of them
         axes.set_xticks(np.arange(n + 1) - 0.5, minor=True)
@@ -306,8 +326,8 @@ def sizes(counts: Sequence[int], title: str = "") -> Figure:
         axes.bar(range(len(counts)), counts, width=0.8, color=BLUE)
     else:  # one shape instead of a thousand
         axes.stairs(counts, np.arange(len(counts) + 1) - 0.5, fill=True, color=BLUE)
-    _ticks(axes.xaxis, 10, integer=True)
-    _ticks(axes.yaxis, 5, steps=None, integer=True)
+    axes.locator_params("x", nbins=10, **_WHOLE)
+    axes.locator_params("y", nbins=5, integer=True, steps=None)
     axes.set_axisbelow(True)
     return figure
 
@@ -350,7 +370,7 @@ def boxes(rows: Mapping[int, Sequence[float]], ylabel: str) -> Figure:
         medianprops={"color": ORANGE, "linewidth": 2},
     )  # fmt: skip
     axes.set_ylim(bottom=0)
-    _ticks(axes.xaxis, 7, integer=True)
+    axes.locator_params("x", nbins=7, **_WHOLE)
     return figure
 
 
@@ -417,17 +437,11 @@ def _axes(
     axes.tick_params(axis="y", length=0)
     if grid:
         axes.grid(axis=grid, color=GREY, alpha=0.25, linewidth=0.6)
-    _unit(axes.yaxis, unit)
+    if unit:
+        axes.yaxis.set_major_formatter(_FORMATS[unit])
     if title:
         axes.set_title(_short(title, 70), loc="left", fontsize=10, parse_math=False)
     return figure, axes
-
-
-def _ticks(axis: Any, most: int, steps: Any = (1, 2, 5, 10), **options: Any) -> None:
-    """At most ``most`` ticks, at these multiples of powers of ten."""
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(most, steps=steps, **options))
 
 
 def _levels(axes: Any, levels: Mapping[str, float] | None) -> list[tuple[float, str, str, Any]]:
@@ -437,27 +451,12 @@ def _levels(axes: Any, levels: Mapping[str, float] | None) -> list[tuple[float, 
     return [(level, name, GREY, _LEVEL) for name, level in (levels or {}).items()]
 
 
-def _band(axes: Any, each: Sequence[Points]) -> None:
-    """Where the middle 80 % of the clients lie."""
+def _gathered(series: Iterable[Points]) -> dict[float, list[float]]:
+    """The values of several lines by their place."""
     found: dict[float, list[float]] = {}
-    for points in each:
-        for x, y in points:
-            found.setdefault(x, []).append(y)
-    rounds = sorted(found)
-    low, high = (np.array([np.quantile(found[x], q) for x in rounds]) for q in (0.1, 0.9))
-    axes.fill_between(rounds, low, high, color=GREY, alpha=0.3, linewidth=0,
-                      label="middle 80 % of the clients")  # fmt: skip
-
-
-def _over_runs(runs: Sequence[Points]) -> tuple[Any, Any, Any]:
-    """x, mean and standard deviation (n - 1) of y over the runs that have a value there."""
-    found: dict[float, list[float]] = {}
-    for place, value in (point for points in runs for point in points):
-        found.setdefault(place, []).append(value)
-    x = np.array(sorted(found))
-    mean = np.array([np.mean(found[key]) for key in x])
-    std = np.array([np.std(found[key], ddof=1) if len(found[key]) > 1 else 0.0 for key in x])
-    return x, mean, std
+    for x, y in sorted((p for points in series for p in points), key=itemgetter(0)):
+        found.setdefault(x, []).append(y)
+    return found
 
 
 def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str, Any]]) -> None:
@@ -473,22 +472,13 @@ def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str, Any]]) -> None:
 
 def _apart(values: Sequence[float], gap: float, bottom: float, top: float) -> list[float]:
     """``values`` moved as little as needed to have ``gap`` between any two, inside the borders."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    places = [values[i] for i in order]
-    for number in range(1, len(places)):
-        places[number] = max(places[number], places[number - 1] + gap)
-    moved = (sum(places) - sum(values)) / len(places)
-    places = [place - moved for place in places]
-    limit = top
-    for number in reversed(range(len(places))):
-        places[number] = min(places[number], limit)
-        limit = places[number] - gap
-    limit = bottom
-    for number in range(len(places)):
-        places[number] = max(places[number], limit)
-        limit = places[number] + gap
-    found = dict(zip(order, places, strict=True))
-    return [found[i] for i in range(len(values))]
+    given, steps = np.asarray(values), gap * np.arange(len(values))
+    order = given.argsort(kind="stable")
+    free = np.maximum.accumulate(given[order] - steps)  # places without the gaps below them
+    free += given.mean() - (free + steps).mean()
+    places = np.empty(len(values))
+    places[order] = np.maximum(np.minimum(free, top - steps[-1]), bottom) + steps
+    return [float(place) for place in places]
 
 
 def _tied(
@@ -504,16 +494,6 @@ def _tied(
     )  # fmt: skip
 
 
-def _unit(axis: Any, unit: str) -> None:
-    """Numbers of an axis as percentages, bytes or counts."""
-    from matplotlib.ticker import FuncFormatter
-
-    words = {"%": lambda v, _: f"{100 * v:g} %", "B": lambda v, _: size(v),
-             ",": lambda v, _: f"{v:,.0f}"}  # fmt: skip
-    if unit:
-        axis.set_major_formatter(FuncFormatter(words[unit]))
-
-
 def _round_numbers(low: float, high: float) -> list[float]:
     """1, 2 and 5 times powers of ten, at most seven of them."""
     tens = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
@@ -522,10 +502,6 @@ def _round_numbers(low: float, high: float) -> list[float]:
         if len(found) <= 6:
             break
     return found
-
-
-def _xy(points: Points) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _short(name: object, most: int = 16) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from furlong.reports import printed
 from furlong.reports.significance import FEWEST, LEVEL, Difference
@@ -144,38 +143,25 @@ def _escaped(text: str) -> str:
     return re.sub(r"[\\`*|\[\]<>]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
 
 
-COLUMNS = (
-    "setting", "kind", "method", "protocol", "labels", "n", "accuracy", "std",
-    "bytes_up_per_client", "bytes_down_per_client", "seconds", "baseline", "difference", "p",
-    "p_holm", "note",
-)  # fmt: skip
-
-
 def comma_separated(groups: Sequence[Group]) -> str:
     """A line per number: for a spreadsheet or a program."""
+    heading = ["setting", "kind", "method", "protocol", "labels", "n", "accuracy", "std"]
+    heading += ["bytes_up_per_client", "bytes_down_per_client", "seconds"]
+    heading += ["baseline", "difference", "p", "p_holm", "note"]
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(line for group in groups for line in _numbers(group))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(heading)
+    for group in groups:
+        for row in group.rows:
+            kind = "random" if row.reference else "run"
+            cost = [*(row.sent or (None, None)), row.seconds]
+            for column, spread in row.cells.items():
+                gap = row.differences.get(column)
+                tested = [group.baseline, gap.mean, gap.p, gap.corrected] if gap else [None] * 4
+                about = [group.title, kind, row.label, *column, len(spread.values)]
+                writer.writerow([*about, spread.mean, spread.std, *cost, *tested, None])
+            for beside in row.printed:
+                for column, p in beside.cells.items():
+                    about = [group.title, f"printed in {p.source}", row.label, *column, None]
+                    writer.writerow([*about, p.accuracy, p.std, *[None] * 7, beside.note])
     return text.getvalue()
-
-
-def _numbers(group: Group) -> Iterator[dict[str, Any]]:
-    """Ours of every row, then those that the papers print for it."""
-    for row in group.rows:
-        about: dict[str, Any] = {"setting": group.title, "method": row.label}
-        ours = about | {"kind": "random" if row.reference else "run", "seconds": row.seconds}
-        if row.sent is not None:
-            ours |= dict(zip(COLUMNS[8:10], row.sent, strict=True))
-        for (protocol, labels), spread in row.cells.items():
-            line = ours | {"protocol": protocol, "labels": labels, "n": len(spread.values)}
-            line |= {"accuracy": spread.mean, "std": spread.std}
-            if gap := row.differences.get((protocol, labels)):
-                line |= {"baseline": group.baseline, "difference": gap.mean}
-                line |= {"p": gap.p, "p_holm": gap.corrected}
-            yield line
-        for beside in row.printed:
-            for (protocol, labels), p in beside.cells.items():
-                line = about | {"kind": f"printed in {p.source}", "note": beside.note}
-                line |= {"protocol": protocol, "labels": labels}
-                yield line | {"accuracy": p.accuracy, "std": p.std}

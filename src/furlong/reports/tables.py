@@ -195,18 +195,18 @@ def folders(path: Path) -> Iterator[Path]:
         yield path
         return
     below = [p.parent for p in sorted(path.rglob("config.toml"))]
-    order = {name: i for i, name in enumerate(_order(path))}
+    order = {name: place for place, name in enumerate(grid_file(path).get("cells", ()))}
     below.sort(key=lambda folder: order.get(folder.relative_to(path).as_posix(), len(order)))
     yield from (folder for folder in below if (folder / "partition.json").exists())
 
 
-def _order(path: Path) -> list[str]:
-    """The cells of a grid as they were asked for."""
+def grid_file(path: Path) -> dict[str, Any]:
+    """The command and the cells of a grid; empty if damaged, since no number depends on them."""
     try:
         kept = json.loads((path / GRID).read_text(encoding="utf-8"))
-        return [str(name) for name in kept["cells"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []  # only the order of rows
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) and isinstance(kept.get("cells"), list) else {}
 
 
 def measured_by(row: Result, settings: Mapping[str, Any]) -> str:
@@ -412,15 +412,11 @@ def _beside(settings: Mapping[str, Any], columns: Sequence[Key]) -> list[Beside]
     for column in columns:
         for row in printed.beside(settings, *column):
             found.setdefault(row.source, {})[column] = row
-    return [
-        Beside(source, cells, "; ".join(dict.fromkeys(_remarks(cells.values(), settings))))
-        for source, cells in found.items()
-    ]
-
-
-def _remarks(rows: Iterable[printed.Printed], settings: Mapping[str, Any]) -> Iterator[str]:
-    for row in rows:
-        yield from filter(None, (printed.budget(row, settings), row.note))
+    beside = []
+    for source, cells in found.items():
+        remarks = [text for p in cells.values() for text in (printed.budget(p, settings), p.note)]
+        beside.append(Beside(source, cells, "; ".join(dict.fromkeys(filter(None, remarks)))))
+    return beside
 
 
 def _unequal(rows: Sequence[TableRow]) -> Iterator[str]:

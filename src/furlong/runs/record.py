@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-NEEDED = (
-    "method.name", "data.name", "data.partition", "model.encoder", "train.rounds",
-    "evaluate", "run.seed",
-)  # fmt: skip
+NEEDED = ("method.name", "data.name", "data.partition", "model.encoder", "train.rounds",
+          "evaluate.k", "run.seed")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,29 +168,22 @@ class RunRecord:
 
     # ------------------------------------------------------------ settings
 
-    @cached_property
+    @property
     def toml(self) -> str:
         """The configuration as text."""
-        try:
-            return (self.path / "config.toml").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise FurlongError(f"cannot read {self.path / 'config.toml'}: {error}") from None
+        return str(self._read("config.toml", str))
 
     @cached_property
     def settings(self) -> dict[str, dict[str, Any]]:
         """The sections of the configuration, plainly: a method of one's own is not imported."""
-        path = self.path / "config.toml"
-        try:
-            tree = tomllib.loads(self.toml)
-        except tomllib.TOMLDecodeError as error:
-            raise FurlongError(f"cannot read {path}: {error}") from None
+        tree: dict[str, dict[str, Any]] = self._read("config.toml", tomllib.loads)
         for name in NEEDED:
             section, _, key = name.partition(".")
             table = tree.get(section)
-            if not isinstance(table, dict) or (key and key not in table):
-                missing = name if isinstance(table, dict) else section
+            if not isinstance(table, dict) or key not in table:
                 raise FurlongError(
-                    f"{path} is not the configuration of a run: {missing} is missing."
+                    f"{self.path / 'config.toml'} is not the configuration of a run: {name} is "
+                    "missing."
                 )
         return tree
 
@@ -239,8 +230,7 @@ class RunRecord:
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """The rows that ``furlong evaluate`` has added since; some have no accuracy."""
-        found = self.read("evaluations.json")
-        rows = [] if found is None else found
+        rows = self.read("evaluations.json") or []
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise damaged(self.path / "evaluations.json", "move it away")
         return rows
@@ -260,10 +250,10 @@ class RunRecord:
     @cached_property
     def encoder(self) -> dict[str, Any]:
         """What encoder.json says of the encoder; empty before the run has finished."""
-        found = self.read("encoder.json")
-        if not isinstance(found, dict | None):
+        found = self.read("encoder.json") or {}
+        if not isinstance(found, dict):
             raise damaged(self.path / "encoder.json", "it is damaged")
-        return found or {}
+        return found
 
     @property
     def federation(self) -> Federation | None:
@@ -297,11 +287,13 @@ class RunRecord:
 
     def read(self, name: str) -> Any:
         """A JSON file as it is; ``None`` if it is not there."""
-        path = self.path / name
+        return self._read(name, json.loads) if (self.path / name).exists() else None
+
+    def _read(self, name: str, loads: Callable[[str], Any]) -> Any:
         try:
-            return json.loads(path.read_text()) if path.exists() else None
+            return loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise FurlongError(f"cannot read {path}: {error}") from None
+            raise FurlongError(f"cannot read {self.path / name}: {error}") from None
 
     def _parsed(self, cls: type[T], name: str) -> T | None:
         found = self.read(name)
