@@ -19,6 +19,24 @@ from furlong.runs.record import Line
 from furlong.words import duration, percent, plural, size
 
 Logs = dict[str, list[list[Line]]]  # label of a row -> the lines of each of its runs
+COURSES = {  # metric -> name of the axis, caption
+    "knn": ("test accuracy", "kNN accuracy during training, on a sample of the images."),
+    "loss": (
+        "training loss, 0 to 1",
+        "Training loss, each method's between its lowest (0) and its highest value (1): losses of "
+        "different methods have different scales, so only their courses compare.",
+    ),
+    "divergence": (
+        "divergence",
+        "How far local training moved a client's encoder away from the federation's, mean over the "
+        "clients.",
+    ),
+    "angles": (
+        "median angle in degrees",
+        "The median angle between two clients' features of the same image, before averaging; 0° "
+        "means that the clients' encoders agree.",
+    ),
+}
 
 
 def build(
@@ -202,43 +220,19 @@ def _courses(group: Group, logs: Logs) -> Iterator[Drawing]:
     """Metrics over the rounds, a line per row."""
     slots = _slots(group)
     band = " Bands: one standard deviation over the seeds." if _several(group) else ""
-
-    def course(name: str, ylabel: str, caption: str, **options: Any) -> Iterator[Drawing]:
-        if series := _series(logs, name, apart=name == "loss"):
-            if name == "loss":
-                series = {label: _unit(runs) for label, runs in series.items()}
+    random = next((row.cells for row in group.rows if row.reference), {}).get(("knn", 1.0))
+    for name, (ylabel, caption) in COURSES.items():
+        series, options = _series(logs, name, apart=name == "loss"), dict[str, Any]()
+        if name == "knn":
+            options = {"unit": "%", "levels": {"random": random.mean} if random else {}}
+        if name == "loss":
+            series = {label: _unit(runs) for label, runs in series.items()}
+            options = {"limits": (0.0, 1.0)}
+        if series:
             # the lines of one row's kinds of exchanges have the row's colour
             places = {key: slots[key.rpartition(", ")[0]] for key in series if key not in slots}
             drawn = figures.compared(series, ylabel, slots=slots | places, **options)
             yield Drawing(drawn, f"{caption}{band}", name)
-
-    random = next((row.cells for row in group.rows if row.reference), {}).get(("knn", 1.0))
-    yield from course(
-        "knn",
-        "test accuracy",
-        "kNN accuracy during training, on a sample of the images.",
-        levels={"random": random.mean} if random else {},
-        unit="%",
-    )
-    yield from course(
-        "loss",
-        "training loss, 0 to 1",
-        "Training loss, each method's between its lowest (0) and its highest value (1): losses of "
-        "different methods have different scales, so only their courses compare.",
-        limits=(0.0, 1.0),
-    )
-    yield from course(
-        "divergence",
-        "divergence",
-        "How far local training moved a client's encoder away from the federation's, mean over the "
-        "clients.",
-    )
-    yield from course(
-        "angles",
-        "median angle in degrees",
-        "The median angle between two clients' features of the same image, before averaging; 0° "
-        "means that the clients' encoders agree.",
-    )
 
 
 def _slots(group: Group) -> dict[str, int]:
