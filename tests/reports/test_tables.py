@@ -17,8 +17,9 @@ from test_cli import furlong_  # noqa: F401
 from furlong.errors import FurlongError
 from furlong.reports import formats, printed, tables
 from furlong.reports.significance import holm, paired
-from furlong.runs.config import from_tree
+from furlong.runs.config import all_facts, from_tree
 from furlong.runs.folder import RunFolder
+from furlong.settings import Fact
 
 
 def group_of(path: Path, baseline: str | None = None) -> tables.Group:
@@ -109,6 +110,36 @@ def test_settings_apart(grid: Path) -> None:
     assert len(groups) == 3
     assert sorted(len(group.own) for group in groups) == [1, 1, 2]
     assert "4 rounds of 1 epoch" in " ".join(group.title for group in groups)
+
+
+def another(fact: Fact) -> Any:
+    """A value that is not the default."""
+    if fact.choices:
+        return fact.choices[-1]
+    number = isinstance(fact.default, int | float)
+    return fact.default + 1 if number and fact.kind is not bool else "true"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, fact in all_facts().items() if fact.role != "result"]
+)
+def test_seeds_computed_elsewhere_or_watched_otherwise_share_a_row(
+    tmp_path: Path, name: str
+) -> None:
+    """A seed on Flower and a seed in process are two seeds of one method."""
+    make(tmp_path / "a", "fedu", 0, 0.5)
+    given = {"run.engine": "flower", name: another(all_facts()[name])}
+    make(tmp_path / "b", "fedu", 1, 0.6, **given)
+    assert [row.label for row in group_of(tmp_path).own] == ["fedu"]
+
+
+@pytest.mark.parametrize("name", ["flower.encoding", "train.server_threads", "optimiser.lr"])
+def test_what_changes_bits_names_a_row(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "a", "fedu", 0, 0.5)
+    make(tmp_path / "b", "fedu", 0, 0.6, **{name: another(all_facts()[name])})
+    key = name.partition(".")[2]
+    assert all(key in row.label for row in group_of(tmp_path).own)
+    assert len(group_of(tmp_path).own) == 2
 
 
 def test_fields_that_differ_name_the_rows(tmp_path: Path) -> None:
@@ -316,7 +347,7 @@ def test_damaged_runs(
 
 def test_a_damaged_grid_file_only_loses_the_order(furlong_: Any, grid: Path) -> None:  # noqa: F811
     for text in ('{"command": "furlong com', "[]", "7"):
-        (grid / tables.GRID).write_text(text)
+        (grid / GRID).write_text(text)
         assert furlong_("table", grid).code == 0
         assert furlong_("report", grid).code == 0
 

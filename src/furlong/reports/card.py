@@ -16,8 +16,7 @@ from furlong.reports.page import ENCODERS
 from furlong.reports.parts import traffic
 from furlong.reports.rendering import render
 from furlong.reports.tables import by_encoder
-from furlong.runs import prepare
-from furlong.runs.cost import sent_by
+from furlong.runs.cost import sent_by, without_data
 from furlong.runs.record import RunRecord, Split, Summary
 from furlong.words import percent
 
@@ -114,7 +113,7 @@ def _fields(
     try:
         sizes = dict(enumerate(run.split.sizes if run.split else []))
         shape = int(about["channels"]), int(about["image_size"])
-        flows = sent_by(prepare.without_data(run.config(), sizes, *shape))
+        flows = sent_by(without_data(run.config(), sizes, *shape))
     except (FurlongError, KeyError, ValueError):
         return None
     return [

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.errors import FurlongError
-from furlong.evaluation import features
-from furlong.runs import prepare
+from furlong.evaluation.features import features
+from furlong.runs.datasets import load_data
 from furlong.runs.folder import RunFolder
 from furlong.runs.saved_encoder import load_encoder
+from furlong.runs.split import split_data
 from furlong.seeding import shuffled
 
 FILE = "tsne.json"
@@ -49,9 +50,9 @@ def make(run: Path) -> Path:
     """Map at most 2,000 training images under the run's encoder, with class and client."""
     folder = RunFolder.open(run)
     encoder, settings = load_encoder(run), folder.record.config()
-    train, _, _ = prepare.load_data(settings)
+    train, _, _ = load_data(settings)
     owner = torch.empty(len(train), dtype=torch.int64)
-    for client, rows in enumerate(prepare.split_data(settings, train).indices):
+    for client, rows in enumerate(split_data(settings, train).indices):
         owner[rows] = client
     chosen = shuffled(len(train), settings.run.seed, "t-SNE")[:MOST]
     transform: Any = encoder.transform
