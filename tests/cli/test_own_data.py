@@ -24,6 +24,7 @@ from furlong.cli import application, main
 from furlong.data import survey
 from furlong.errors import FurlongError
 from furlong.reports import embed as embedding
+from furlong.reports import neighbours
 from furlong.reports.export import export
 from furlong.runs import loop
 
@@ -351,7 +352,7 @@ def test_names_are_not_markup(run: Path, tmp_path: Path) -> None:
     embedder = embedding.Embedder(run)
     rows = embedding.folder_rows(embedder, folder, [])
     found = embedding.nearest_images(embedder.one(evil), rows, 3)
-    page = embedding.page(evil, folder, found, embedder.about)
+    page = neighbours.page(evil, folder, found, embedder.about)
     assert "<img src=x" not in page
     assert "&lt;img src=x" in page
 
@@ -401,7 +402,7 @@ def test_names_that_are_not_unicode_are_found_again(run: Path, tmp_path: Path) -
     root, stored = embedding.stored_rows(embedder, tmp_path / "f.parquet")
     for rows in (stored, embedding.folder_rows(embedder, folder, [])):
         found = embedding.nearest_images(embedder.one(odd), rows, 3)
-        page = embedding.page(odd, root, found, embedder.about)
+        page = neighbours.page(odd, root, found, embedder.about)
         assert "not readable now" not in page
         assert "the query itself" in page
 
@@ -418,7 +419,7 @@ def test_a_picture_that_is_gone_is_said_to_be(run: Path, tmp_path: Path) -> None
     root, rows = embedding.stored_rows(embedder, tmp_path / "f.parquet")
     assert root == folder
     found = embedding.nearest_images(query, rows, 3)
-    assert "not readable now" in embedding.page(folder / "0.png", root, found, embedder.about)
+    assert "not readable now" in neighbours.page(folder / "0.png", root, found, embedder.about)
 
 
 def test_an_image_on_its_side_is_measured_upright(tmp_path: Path) -> None:

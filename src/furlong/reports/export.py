@@ -25,7 +25,9 @@ from furlong.errors import FurlongError, nearest
 from furlong.files import replacing, require_free, require_space
 from furlong.nn.encoders import evaluating
 from furlong.reports import card as cards
-from furlong.runs.folder import load_encoder, read_encoder
+from furlong.reports.rendering import render
+from furlong.runs.record import RunRecord
+from furlong.runs.saved_encoder import load_encoder, read_encoder
 
 Target = Literal["safetensors", "onnx", "timm"]
 FILES: dict[str, str] = {
@@ -75,8 +77,8 @@ def export(
         data, checked = _safetensors(weights, described, _timm(about) if to == "timm" else {})
     _store(path, data, force)
     load = _loading(to, path.name, described, weights, pixels)
-    text = cards.write(run, path.name, data, to, described, checked, load)
-    _store(card, text.encode("utf-8", "replace"), force)
+    text = cards.write(RunRecord.open(run), path.name, data, to, described, checked, load)
+    _store(card, text.encode(), force)
     return Exported(path, card, len(data), checked, load)
 
 
@@ -256,44 +258,16 @@ def _forget_origin(graph: Any) -> None:
 
 def _loading(to: str, name: str, about: dict[str, str], weights: Weights, pixels: bool) -> str:
     """Python that loads the file and encodes; ``pixels`` there are uint8 images."""
-    file = json.dumps(name, ensure_ascii=False)
-    if to == "safetensors" and ":" in about["encoder"]:
-        return (
-            f"from safetensors.torch import load_file\n"
-            f"encoder = make()  # {about['encoder']}: your own code\n"
-            f"encoder.load_state_dict(load_file({file}))"
-        )
-    if to == "safetensors":
-        return (
-            "import furlong\n"
-            f"encoder = furlong.load_encoder({file})\n"
-            "features = encoder(encoder.transform(pixels))  # uint8 B×C×H×W to float32 B×d"
-        )
-    if to == "onnx":
-        made = "" if pixels else f"images = ({_normalising(about)}).astype(numpy.float32)\n"
-        fed = "pixels" if pixels else "images"
-        return (
-            f"import {'' if pixels else 'numpy, '}onnxruntime\n"
-            f"session = onnxruntime.InferenceSession({file})\n"
-            f"{made}"
-            f'features = session.run(["features"], {{"images": {fed}}})[0]  # pixels: uint8 B×C×S×S'
-        )
-    stem = weights["conv1.weight"]
-    changed = ""
-    if stem.shape[-1] == 3:
-        changed = (
-            "# this stem is the one for small images: 3×3, no pooling\n"
-            f"model.conv1 = torch.nn.Conv2d({stem.shape[1]}, 64, 3, padding=1, bias=False)\n"
-            "model.maxpool = torch.nn.Identity()\n"
-        )
-    base = _timm(about)["timm"]
-    return (
-        f"import timm{', torch' if changed else ''}\n"
-        "from safetensors.torch import load_file\n"
-        f'model = timm.create_model("{base}", num_classes=0, in_chans={stem.shape[1]})\n'
-        f"{changed}model.load_state_dict(load_file({file}))\n"
-        f"model.eval()  # takes float32 B×C×S×S: {_normalising(about)}"
-    )
+    contents = {
+        "to": to,
+        "file": json.dumps(name, ensure_ascii=False),
+        "encoder": about["encoder"],
+        "pixels": pixels,
+        "normalised": _normalising(about),
+        "base": _timm(about)["timm"] if to == "timm" else None,
+        "stem": weights["conv1.weight"].shape if to == "timm" else None,
+    }
+    return render("loading.py.jinja", contents).strip()
 
 
 def _normalising(about: dict[str, str]) -> str:

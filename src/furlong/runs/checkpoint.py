@@ -75,27 +75,30 @@ def save(
             f"could not save checkpoint {done} in {folder}: {error.strerror or error}. Earlier "
             f"checkpoints are intact: make room, then 'furlong resume {run}'."
         ) from None
-    for old in sorted(p for p in folder.iterdir() if p.name.isdigit())[:-KEEP]:
+    for old in _kept(run)[:-KEEP]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
+def _kept(run: Path) -> list[Path]:
+    """The checkpoints that were written whole, the oldest first."""
+    folder = run / _FOLDER
+    return sorted(p for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
+
 def oldest(run: Path) -> int:
     """The number of exchanges done in the oldest checkpoint that is kept: none can be before it."""
-    folder = run / _FOLDER
-    found = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    return min(found) if len(found) >= KEEP else 0
+    found = _kept(run)
+    return int(found[0].name) if len(found) >= KEEP else 0
 
 
 def load(run: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole, or ``None`` if there is none at all."""
     folder = run / _FOLDER
-    if not folder.is_dir():
-        return None
     notes: list[str] = []
     for draft in folder.glob(".draft-*"):  # the writer was killed
         shutil.rmtree(draft, ignore_errors=True)
-    for path in sorted((p for p in folder.iterdir() if p.name.isdigit()), reverse=True):
+    for path in reversed(_kept(run)):
         try:
             return _read(path, notes)
         except _DAMAGE as error:
