@@ -40,7 +40,7 @@ from furlong.deploy import processes
 from furlong.deploy.keys import make_certs
 from furlong.deploy.node import Site
 from furlong.engines.codec import How
-from furlong.engines.inprocess import keep_freed_memory
+from furlong.engines.pool import keep_freed_memory
 from furlong.engines.remote import Letter
 from furlong.runs import loop
 from furlong.runs.config import from_tree

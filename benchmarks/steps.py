@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from furlong.core.context import ClientContext, Exchange, Networks
-from furlong.engines.inprocess import keep_freed_memory
+from furlong.engines.pool import keep_freed_memory
 from furlong.methods.bank import new_bank
 from furlong.nn.encoders import evaluating
 from furlong.nn.losses import info_nce, neighbourhood_matching

@@ -22,7 +22,8 @@ import torch
 
 from furlong.core.context import ClientContext, Exchange, Networks
 from furlong.core.weights import ema_, snapshot
-from furlong.engines.inprocess import InProcess, keep_freed_memory
+from furlong.engines.inprocess import InProcess
+from furlong.engines.pool import keep_freed_memory
 from furlong.nn.losses import byol, nt_xent
 from furlong.runs.config import from_tree
 from furlong.runs.prepare import Prepared, prepare

@@ -254,7 +254,8 @@ def test_mean_is_float64_inside() -> None:
 
 def test_local_statistics_never_leave(prepared: Any) -> None:
     p = prepared("fedsimclr", **{"method.bn_stats": "local"})
-    from furlong.engines.inprocess import BlobStore, InProcess
+    from furlong.engines.blobs import BlobStore
+    from furlong.engines.inprocess import InProcess
 
     store = BlobStore(1 << 30)
     server = p.server.init()

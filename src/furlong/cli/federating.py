@@ -118,7 +118,7 @@ def _serve(site: Site, superlink: str, certs: Path | None, patience: float) -> N
     from furlong.deploy import processes
     from furlong.deploy.keys import make_secret
     from furlong.deploy.session import engine
-    from furlong.engines.inprocess import keep_freed_memory
+    from furlong.engines.pool import keep_freed_memory
     from furlong.files import locked
 
     flower = engine()

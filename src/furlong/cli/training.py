@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
 from furlong.cli.common import app, console, dotted, err, results_table
-from furlong.engines.inprocess import keep_freed_memory
+from furlong.engines.pool import keep_freed_memory
 from furlong.errors import FurlongError
 from furlong.runs import config, loop
 from furlong.words import duration, size

@@ -56,9 +56,8 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 import furlong
 from furlong.deploy import processes
 from furlong.deploy.keys import node_keys
-from furlong.engines.inprocess import describe
 from furlong.engines.remote import Letter
-from furlong.errors import FurlongError
+from furlong.errors import FurlongError, describe
 
 if TYPE_CHECKING:
     from furlong.deploy.node import Site
@@ -472,7 +471,7 @@ def _answer(message: Message, context: Context) -> Message:
 def _site(given: Mapping[str, Any]) -> Site:
     """The site of this process: the clients of a simulation share what it has loaded."""
     from furlong.deploy.node import Own, Site
-    from furlong.engines.inprocess import keep_freed_memory
+    from furlong.engines.pool import keep_freed_memory
 
     state, data = os.environ.get("FURLONG_STATE"), given.get("data")
     name = None if given.get("name") is None else str(given["name"])

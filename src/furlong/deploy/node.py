@@ -33,9 +33,10 @@ from furlong.data import images as data
 from furlong.data.images import ImageSet
 from furlong.deploy.states import StateFiles
 from furlong.engines.codec import decode, encode
-from furlong.engines.inprocess import InProcess, can_fork, describe
+from furlong.engines.inprocess import InProcess
+from furlong.engines.pool import can_fork
 from furlong.engines.remote import PROTOCOL
-from furlong.errors import FurlongError
+from furlong.errors import FurlongError, describe
 from furlong.runs.config import Config, from_tree, without_none
 from furlong.runs.folder import RunFolder
 from furlong.runs.prepare import (

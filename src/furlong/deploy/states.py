@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.payload import Weights, unpack_tensors
-from furlong.engines.inprocess import Blob
+from furlong.engines.blobs import Blob
 from furlong.runs.checkpoint import write_atomically
 
 

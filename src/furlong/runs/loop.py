@@ -23,7 +23,7 @@ from furlong.core.payload import Traffic, pack, pack_tensors
 from furlong.core.weights import snapshot
 from furlong.data import heterogeneity
 from furlong.deploy.session import Meeting
-from furlong.engines.inprocess import SPILL
+from furlong.engines.blobs import SPILL
 from furlong.engines.remote import Wire
 from furlong.errors import FurlongError
 from furlong.evaluation import features, knn, linear_probe

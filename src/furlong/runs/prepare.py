@@ -22,7 +22,9 @@ from furlong.data.augment import preset
 from furlong.data.heterogeneity import beta_cib, beta_hetero, expected_false_negatives
 from furlong.data.images import ImageSet, NoSplit
 from furlong.data.partition import Partition, partition
-from furlong.engines.inprocess import BlobStore, InProcess, default_workers
+from furlong.engines.blobs import BlobStore
+from furlong.engines.inprocess import InProcess
+from furlong.engines.pool import default_workers
 from furlong.errors import FurlongError
 from furlong.methods.wrappers.alone import Alone
 from furlong.methods.wrappers.ruled import Ruled

@@ -1,0 +1,68 @@
+"""A program may have computed with several threads before it starts a run with workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT = 300  # seconds; the program takes about ten on an idle machine, a hang takes for ever
+PROGRAM = """
+import os, signal, sys, threading
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(2)
+
+def compute():
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3), torch.nn.BatchNorm2d(32), torch.nn.ReLU(),
+        torch.nn.Conv2d(32, 32, 3), torch.nn.Flatten(), torch.nn.Linear(32 * 28 * 28, 64),
+    )
+    net(torch.randn(16, 3, 32, 32)).square().sum().backward()
+    large = torch.randn(512, 512)
+    large @ large
+
+compute()
+assert len(os.listdir("/proc/self/task")) > 1, "there are no threads, so nothing is tested"
+
+import furlong
+
+me, when = os.getpid(), sys.argv[1]
+met = set()
+
+def kill():
+    worker = int(Path(f"/proc/{me}/task/{me}/children").read_text().split()[0])
+    os.kill(worker, signal.SIGKILL)
+
+def after_an_exchange(status):
+    met.update(Path(f"/proc/{me}/task/{me}/children").read_text().split())
+    compute()
+    if when == "idle":
+        kill()
+    elif when == "busy" and status.done == 1:
+        threading.Timer(0.1, kill).start()
+
+run = furlong.run(
+    {}, show=after_an_exchange, method="fedbyol", data="shapes", partition="iid", encoder="small",
+    clients=4, rounds=3, batch_size=16, workers=2, device="cpu", out=sys.argv[2],
+    **{"data.images": 128, "data.test_images": 40, "data.image_size": 32,
+       "train.server_threads": 2, "evaluate.knn_every": 1, "evaluate.probe": "none",
+       "evaluate.k": 5},
+)
+assert torch.get_num_threads() == 2
+assert (len(met) > 2) == (when != "never"), f"workers: {met}"
+print("finished")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+@pytest.mark.parametrize("when", ["never", "idle", "busy"])
+def test_after_several_threads_workers_work_and_are_replaced(tmp_path: Path, when: str) -> None:
+    """Also with a worker that is killed while it waits, or while it trains."""
+    command = [sys.executable, "-c", PROGRAM, when, str(tmp_path / "run")]
+    done = subprocess.run(command, timeout=LIMIT, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("finished\n"), done.stderr
