@@ -8,7 +8,7 @@ from typing import Any
 
 from furlong.core.payload import Weights, unpack_tensors
 from furlong.engines.blobs import Blob
-from furlong.runs.checkpoint import write_atomically
+from furlong.files import write_atomically
 
 
 class StateFiles:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import FurlongError
+from furlong.files import write_atomically
 from furlong.reports import figures, tables
 from furlong.reports.page import (
     KINDS,
@@ -25,7 +26,6 @@ from furlong.reports.page import (
     split_drawings,
 )
 from furlong.reports.tables import Group, Key, Row
-from furlong.runs.checkpoint import write_atomically
 from furlong.runs.folder import RunFolder
 from furlong.words import duration, size
 

@@ -23,8 +23,8 @@ from furlong.core.payload import PayloadError, Weights, pack_tensors, unpack_ten
 from furlong.core.weights import restore
 from furlong.data.augment import preset
 from furlong.errors import FurlongError
+from furlong.files import write_atomically
 from furlong.nn.encoders import build_encoder
-from furlong.runs.checkpoint import write_atomically
 
 NOTHING: Mapping[str, type] = {}
 RESULT = {"who": str, "protocol": str, "accuracy": float}

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import FurlongError, nearest
+from furlong.files import write_atomically
 from furlong.reports import page
 from furlong.reports.tables import FREE, GRID
 from furlong.runs import config, loop
-from furlong.runs.checkpoint import write_atomically
 from furlong.runs.config import Config
 from furlong.runs.folder import RunFolder
 from furlong.runs.prepare import absolute, augmentation, client_count, load_data, split_data
