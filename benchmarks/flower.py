@@ -481,11 +481,9 @@ def main() -> None:
     words.add_argument("--ways", default=",".join(WAYS))
     words.add_argument("--seeds", type=int, default=3)
     words.add_argument("--encodings", default=",".join(get_args(How)))
-    # without a SuperLink: tests/deploy starts those
-    tiny = {"parts": "overhead,accuracy", "rounds": 2, "nodes": 2, "ways": "inprocess"}
-    options = parse(words, **tiny, encoders="small", encodings="int8", seeds=2)
-    if options.smoke:
-        LEARNING.update({"data.images": 40, "data.test_images": 40, "rounds": 1, "evaluate.k": 5})
+    # one way, without a SuperLink: tests/deploy starts those
+    tiny = {"parts": "overhead", "rounds": 2, "nodes": 2, "ways": "inprocess", "encoders": "small"}
+    options = parse(words, **tiny)
     encodings = options.encodings.split(",")
     os.environ["OMP_NUM_THREADS"] = "1"
     # Flower's programs start others by name

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from furlong.cli.common import app, console, err
-from furlong.data.folder import Skipped, printable
+from furlong.data.decode import Skipped, printable
 from furlong.errors import FurlongError
 from furlong.words import size
 

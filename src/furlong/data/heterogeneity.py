@@ -57,25 +57,11 @@ def beta_hetero(counts: Tensor, denominator: Literal["M2", "MM1"] = "M2") -> flo
     return float(pairs.sum() / (clients * (clients if denominator == "M2" else clients - 1)))
 
 
-def false_negative_ratios(m: int, M: int, a: int) -> tuple[float, float, float]:
+def expected_false_negatives(counts: Tensor) -> tuple[float, float, float]:
     """The share of false negatives among local, all, and other clients' features (FCL Eq. 4, 5).
 
-    ``M`` clients with equal banks hold ``m`` classes each; ``a`` *other* clients hold the class of
-    the query.
-    """
-    if m < 1 or M < 1 or not 0 <= a < M:
-        raise FurlongError(
-            f"False negatives of m = {m}, M = {M}, a = {a}: m and M must be at least 1 and a "
-            f"between 0 and M − 1."
-        )
-    remote = a / (m * (M - 1)) if M > 1 else 0.0
-    return 1 / m, (1 + a) / (m * M), remote
-
-
-def expected_false_negatives(counts: Tensor) -> tuple[float, float, float]:
-    """The same three shares for any split: what a query meets in banks of equal size, on average.
-
-    ``counts``: images per client and class, M×n. Every client weighs the same.
+    ``counts``: images per client and class, M×n. This is what a query meets on average in banks of
+    equal size; every client weighs the same.
     """
     counts = counts.to(torch.float64)
     shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
@@ -84,14 +70,6 @@ def expected_false_negatives(counts: Tensor) -> tuple[float, float, float]:
     others = max(1, len(same) - 1)
     remote = (same.sum(1) - local) / others
     return float(local.mean()), float(same.mean()), float(remote.mean())
-
-
-def count_false_negatives(query_labels: Tensor, bank_labels: Tensor) -> Tensor:
-    """The share of the bank (labels K) with the class of each query (labels B): float64, B."""
-    if bank_labels.numel() == 0:
-        raise FurlongError("An empty bank has no negatives to count; fill it first.")
-    hits = query_labels.reshape(-1, 1) == bank_labels.reshape(1, -1)
-    return hits.to(torch.float64).mean(1)
 
 
 def angles(features_a: Tensor, features_b: Tensor) -> Tensor:

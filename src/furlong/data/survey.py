@@ -19,20 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from furlong.data import layouts
 from furlong.data.cache import AUTO_CACHE_BYTES
-from furlong.data.folder import (
+from furlong.data.decode import (
     MAX_FILE_BYTES,
     ByteArray,
     Item,
     Skipped,
     Unusable,
     decode,
+    many,
     opened,
-    threads,
     upright,
 )
-from furlong.data.layouts import NoSplit, Source
+from furlong.data.images import own_images
+from furlong.data.sources import PREFIXES, NoSplit, Source
 from furlong.errors import FurlongError
 
 THUMB = (8, 9)  # height and width: 8 × 8 differences between neighbours
@@ -106,19 +106,18 @@ def survey(
 ) -> list[Part]:
     """Read everything in ``data`` once; ``show(done, total)`` is called on the way."""
     kind, path = locate(data)
-    reader = layouts.folder if kind == "folder" else layouts.parquet
     owner = "folder" if kind == "folder" else group_by
     sources = []
-    for split in layouts.PREFIXES:
+    for split in PREFIXES:
         try:
-            sources.append(reader(f"{kind}:{path}", path, split, owner))
+            sources.append(own_images(f"{kind}:{path}", path, split, owner))
         except NoSplit:
             continue
     total, done, found = sum(len(source.rows) for source in sources), 0, []
-    with threads(_examine) as many:
+    with many(_examine) as examine:
         for source in sources:
             part = Part(source.split, skipped=list(source.skipped))
-            for count in _read(source, part, many):
+            for count in _read(source, part, examine):
                 done += count
                 if show is not None:
                     show(done, total)
@@ -130,12 +129,12 @@ def survey(
 
 
 def _read(
-    source: Source, part: Part, many: Callable[[list[Item]], list[Seen | Skipped]]
+    source: Source, part: Part, examine: Callable[[list[Item]], list[Seen | Skipped]]
 ) -> Iterator[int]:
     """Fill ``part`` block by block; yields how many images a block had."""
     for rows, block in source.blocks(source.rows):
         assert isinstance(block, list)  # folders and tables are still encoded
-        for row, item, result in zip(rows.tolist(), block, many(block), strict=True):
+        for row, item, result in zip(rows.tolist(), block, examine(block), strict=True):
             if isinstance(result, Skipped):
                 part.skipped.append(result)
                 continue
@@ -148,23 +147,20 @@ def _read(
         yield len(rows)
 
 
-def _examine(item: Item) -> Seen | Skipped:
-    name, place = item
+def _examine(place: bytes | Path) -> Seen:
     try:
         data = place.read_bytes() if isinstance(place, Path) else place
-        if not data:
-            return Skipped(name, "empty file")
-        if len(data) > MAX_FILE_BYTES:
-            return Skipped(name, f"file of {len(data) / 1e6:.0f} MB; the limit is 200 MB")
-        with opened(data) as image:
-            width, height = upright(image)
-            facts = (image.format or "", MODES.get(image.mode, image.mode), _bits(image, data))
-            frames = int(getattr(image, "n_frames", 1))
-        pixels = decode(data, THUMB).astype(np.int16)
-    except Unusable as why:
-        return Skipped(name, str(why))
     except OSError as error:
-        return Skipped(name, f"unreadable: {error.strerror or error}")
+        raise Unusable(f"unreadable: {error.strerror or error}") from None
+    if not data:
+        raise Unusable("empty file")
+    if len(data) > MAX_FILE_BYTES:
+        raise Unusable(f"file of {len(data) / 1e6:.0f} MB; the limit is 200 MB")
+    with opened(data) as image:
+        width, height = upright(image)
+        facts = (image.format or "", MODES.get(image.mode, image.mode), _bits(image, data))
+        frames = int(getattr(image, "n_frames", 1))
+    pixels = decode(data, THUMB).astype(np.int16)
     colourless = bool((pixels.max(0) - pixels.min(0) <= 4).all())
     grey = np.rint(np.tensordot([0.299, 0.587, 0.114], pixels, 1)).astype(np.uint8)
     digest = hashlib.blake2b(data, digest_size=16).digest()
