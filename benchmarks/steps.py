@@ -153,7 +153,7 @@ def kept_megabytes(options: Namespace) -> float:
 def main() -> None:
     """Measure and print."""
     words = parser(__doc__)
-    words.add_argument("methods", nargs="*", choices=["fcl", "fedca"], help="both if none is given")
+    words.add_argument("methods", nargs="*", help="fcl, fedca; both if none is given")
     words.add_argument("--json", action="store_true")
     words.add_argument("--encoder", default="resnet18")
     words.add_argument("--size", type=int, default=32)
@@ -163,6 +163,8 @@ def main() -> None:
     words.add_argument("--clients", type=int, default=5)
     words.add_argument("--repeats", type=int, default=3)
     options = parse(words, encoder="small", size=16, batch=8, bank=64, neighbours=3, repeats=1)
+    if not set(options.methods) <= LIMITS.keys():
+        words.error(f"methods: {', '.join(LIMITS)}")
     torch.set_num_threads(1)
     keep_freed_memory()
     for method in options.methods or LIMITS:
