@@ -243,7 +243,7 @@ class Augmentation:
         return x.clamp_(0, 1)
 
 
-Recipe = Augmentation
+Recipe = Augmentation  # the name by which evaluation and contexts annotate it
 
 
 def crop_flip(recipe: Augmentation) -> Augmentation:
