@@ -31,38 +31,39 @@ assert len(os.listdir("/proc/self/task")) > 1, "there are no threads, so nothing
 
 import furlong
 
-me, when = os.getpid(), sys.argv[1]
+me = os.getpid()
 met = set()
 
+def workers():
+    return Path(f"/proc/{me}/task/{me}/children").read_text().split()
+
 def kill():
-    worker = int(Path(f"/proc/{me}/task/{me}/children").read_text().split()[0])
-    os.kill(worker, signal.SIGKILL)
+    os.kill(int(workers()[0]), signal.SIGKILL)
 
 def after_an_exchange(status):
-    met.update(Path(f"/proc/{me}/task/{me}/children").read_text().split())
+    met.update(workers())
     compute()
-    if when == "idle":
+    if status.done == 1:  # a worker that waits
         kill()
-    elif when == "busy" and status.done == 1:
+    elif status.done == 2:  # a worker that trains
         threading.Timer(0.1, kill).start()
 
 run = furlong.run(
     {}, show=after_an_exchange, method="fedbyol", data="shapes", partition="iid", encoder="small",
-    clients=4, rounds=3, batch_size=16, workers=2, device="cpu", out=sys.argv[2],
+    clients=4, rounds=3, batch_size=16, workers=2, device="cpu", out=sys.argv[1],
     **{"data.images": 128, "data.test_images": 40, "data.image_size": 32,
        "train.server_threads": 2, "evaluate.knn_every": 1, "evaluate.probe": "none",
        "evaluate.k": 5},
 )
 assert torch.get_num_threads() == 2
-assert (len(met) > 2) == (when != "never"), f"workers: {met}"
+assert len(met) > 2, f"nobody was replaced: {met}"
 print("finished")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
-@pytest.mark.parametrize("when", ["never", "idle", "busy"])
-def test_after_several_threads_workers_work_and_are_replaced(tmp_path: Path, when: str) -> None:
-    """Also with a worker that is killed while it waits, or while it trains."""
-    command = [sys.executable, "-c", PROGRAM, when, str(tmp_path / "run")]
+def test_after_several_threads_workers_work_and_are_replaced(tmp_path: Path) -> None:
+    """A worker is killed while it waits, and one while it trains."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
     done = subprocess.run(command, timeout=LIMIT, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("finished\n"), done.stderr
