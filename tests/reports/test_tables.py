@@ -19,6 +19,7 @@ from furlong.reports import formats, printed, tables
 from furlong.reports.significance import holm, paired
 from furlong.runs.config import all_facts, from_tree
 from furlong.runs.folder import RunFolder
+from furlong.runs.grid import GRID
 from furlong.settings import Fact
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from furlong.words import duration, points, size
 
 if TYPE_CHECKING:
-    from furlong.data.folder import Skipped
+    from furlong.data.decode import Skipped
     from furlong.runs.loop import Run
     from furlong.runs.observers import Status
 
@@ -63,7 +63,7 @@ def results_table(rows: list[dict[str, Any]]) -> Table:
 @contextmanager
 def watching() -> Iterator[tuple[Any, Any]]:
     """Live progress on a terminal; elsewhere, in a log, a line now and then."""
-    from furlong.engines.inprocess import keep_freed_memory
+    from furlong.engines.pool import keep_freed_memory
 
     keep_freed_memory()
     columns = (

@@ -14,7 +14,7 @@ from furlong.cli.common import console, counting, err, print_skipped
 from furlong.errors import FurlongError
 
 if TYPE_CHECKING:
-    from furlong.data.folder import Skipped
+    from furlong.data.decode import Skipped
 
 
 def neighbours(
@@ -47,7 +47,7 @@ def neighbours(
     as_json
         Print JSON.
     """
-    from furlong.data.folder import printable
+    from furlong.data.decode import printable
     from furlong.files import replacing, require_free
     from furlong.reports import embed as making
     from furlong.reports.neighbours import page

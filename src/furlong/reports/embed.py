@@ -19,18 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from furlong.data.folder import (
+from furlong.data.decode import (
     ByteArray,
-    Item,
     Skipped,
     Unusable,
     decode,
+    many,
     opened,
     printable,
-    scan,
-    threads,
     upright,
 )
+from furlong.data.folders import scan
 from furlong.errors import FurlongError
 from furlong.evaluation.features import features
 from furlong.files import replacing
@@ -69,24 +68,20 @@ class Embedder:
         transform: Callable[[Tensor], Tensor] = self._encoder.transform  # type: ignore[assignment]
         return features(self._encoder, torch.from_numpy(np.stack(pixels)), transform, BATCH)
 
-    def read(self, item: Item) -> _Read | Skipped:
+    def read(self, data: bytes | Path) -> _Read:
         """An image file as the encoder takes it, and its own width and height."""
-        name, data = item
-        try:
-            with opened(data) as image:
-                width, height = upright(image)
-            return _Read(width, height, decode(data, (self.size, self.size)))
-        except Unusable as why:
-            return Skipped(name, str(why))
+        with opened(data) as image:
+            width, height = upright(image)
+        return _Read(width, height, decode(data, (self.size, self.size)))
 
     def one(self, path: Path) -> Tensor:
         """The feature d of one file."""
         if not path.is_file():
             raise FurlongError(f"there is no image file {path}.")
-        found = self.read((str(path), path))
-        if isinstance(found, Skipped):
-            raise FurlongError(f"{path} cannot be read: {found.reason}.")
-        return self([found.pixels])[0]
+        try:
+            return self([self.read(path).pixels])[0]
+        except Unusable as why:
+            raise FurlongError(f"{path} cannot be read: {why}.") from None
 
 
 @dataclass(frozen=True)
@@ -114,10 +109,10 @@ def folder_rows(
         raise FurlongError(f"there is no folder {root}.")
     names, refused = scan(root)
     skipped += refused
-    with threads(embedder.read) as many:
+    with many(embedder.read) as read_all:
         for start in range(0, len(names), BLOCK):
             part = names[start : start + BLOCK]
-            read = many([(printable(name), root / name) for name in part])
+            read = read_all([(printable(name), root / name) for name in part])
             skipped += [each for each in read if isinstance(each, Skipped)]
             good = [(n, r) for n, r in zip(part, read, strict=True) if isinstance(r, _Read)]
             if good:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from furlong.core.payload import Weights, pack_tensors, unpack_tensors
-from furlong.data.augment import normalisation, preset
+from furlong.data.augment import preset
 from furlong.errors import FurlongError, nearest
 from furlong.files import replacing, require_free, require_space
 from furlong.nn.encoders import evaluating
@@ -85,7 +85,7 @@ def export(
 def describe(about: dict[str, Any]) -> dict[str, str]:
     """What encoder.json says as strings, with the normalisation, without paths."""
     try:
-        mean, std = normalisation(preset(str(about["augment"])))
+        recipe = preset(str(about["augment"]))
         data, method, encoder = (str(about[key]) for key in ("data", "method", "encoder"))
     except KeyError as error:
         raise FurlongError(f"the run's encoder.json lacks {error}.") from None
@@ -93,7 +93,7 @@ def describe(about: dict[str, Any]) -> dict[str, str]:
     found["data"] = cards.short(data)
     for key, name in (("method", method), ("encoder", encoder)):
         found[key] = Path(name).name if ":" in name else name  # file.py:name
-    return found | {"mean": json.dumps(mean), "std": json.dumps(std)}
+    return found | {"mean": json.dumps(recipe.mean), "std": json.dumps(recipe.std)}
 
 
 def _store(path: Path, data: bytes, force: bool) -> None:

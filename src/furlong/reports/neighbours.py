@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from furlong.data.folder import Unusable, decode, printable, scan
+from furlong.data.decode import Unusable, decode, printable
+from furlong.data.folder import scan
 from furlong.reports.embed import Found, text
 from furlong.reports.rendering import render
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from furlong.core.payload import PayloadError, pack, unpack
 from furlong.errors import FurlongError
+from furlong.files import sync
 
 KEEP = 2
 _FOLDER = "checkpoints"
@@ -64,11 +64,11 @@ def save(
         manifest = {"done": done, "counters": counters, "files": files}
         manifest["digest"] = _digest(manifest)
         _write(draft / "manifest.json", json.dumps(manifest, indent=1).encode())
-        _sync(draft)
+        sync(draft)
         if final.exists():
             shutil.rmtree(final)
         draft.rename(final)
-        _sync(folder)
+        sync(folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise FurlongError(
@@ -135,24 +135,6 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _write(path: Path, data: Any) -> dict[str, Any]:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data)
+    sync(path)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that it is never half written."""
-    draft = path.with_name(f".{path.name}.draft")
-    _write(draft, data)
-    draft.replace(path)
-    _sync(path.parent)

@@ -19,7 +19,7 @@ from torch import nn
 from furlong import files
 from furlong.core.payload import Weights, pack_tensors
 from furlong.errors import FurlongError
-from furlong.runs.checkpoint import write_atomically
+from furlong.files import write_atomically
 from furlong.runs.record import RunRecord
 from furlong.runs.saved_encoder import fill, read_weights
 

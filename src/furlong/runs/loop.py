@@ -20,7 +20,7 @@ import furlong
 from furlong.core.exchange import Engine
 from furlong.core.payload import Traffic, pack, pack_tensors
 from furlong.core.weights import snapshot
-from furlong.engines.inprocess import SPILL
+from furlong.engines.blobs import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Images
 from furlong.nn.encoders import build_encoder
