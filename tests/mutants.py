@@ -171,7 +171,7 @@ MUTANTS = [
         "nn/losses.py",
         "(1 - off_diagonal) * squares.trace()",
         "squares.trace()",
-        LOSSES,
+        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k barlow",
         "the diagonal counts 1 + λ times",
     ),
     Mutant(
@@ -179,7 +179,7 @@ MUTANTS = [
         "nn/losses.py",
         ".sqrt()).mean() / 2",
         ".sqrt()).mean()",
-        f"{LOSSES} {WIRING}",
+        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k vicreg",
         "the variance term is twice too strong",
     ),
     Mutant(
@@ -187,7 +187,7 @@ MUTANTS = [
         "nn/losses.py",
         "(far - near) / temperature",
         "(near - far) / temperature",
-        LOSSES,
+        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k moon",
         "MOON moves away from the global model",
     ),
     Mutant(
@@ -195,8 +195,7 @@ MUTANTS = [
         "nn/losses.py",
         "codes.detach().flip(0)",
         "codes.detach()",
-        f"{LOSSES} tests/methods/test_cluster_methods.py"
-        " -k 'swapped or loss or swav and not frozen'",
+        CLUSTERING,
         "a view predicts its own code",
     ),
     Mutant(
@@ -204,7 +203,7 @@ MUTANTS = [
         "nn/losses.py",
         " - math.log(2)",
         "",
-        f"{LOSSES} {WIRING}",
+        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k 'relational or fedx'",
         "FedX's mean of two relations does not sum to 1",
     ),
     Mutant(
@@ -212,7 +211,7 @@ MUTANTS = [
         "nn/losses.py",
         "F.normalize(target.detach(), dim=1) @ centroids.T",
         "F.normalize(target, dim=1) @ centroids.T",
-        f"{LOSSES} tests/methods/test_cluster_methods.py -k 'loss or agreement or gradient'",
+        CLUSTERING,
         "Orchestra's target network gets a gradient",
     ),
     # ------------------------------------------------------------ methods
@@ -1299,7 +1298,7 @@ def _run(copy: Path, tests: list[str]) -> NoReturn:
     torch.set_num_threads(1)
     code: int = 3
     try:
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
     finally:
         os._exit(code)
 
