@@ -3,10 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: install demo test test-slow test-all lint clean
+.PHONY: install demo test test-slow test-all lint docs clean
 
 install: $(STAMP)
 
@@ -32,6 +31,10 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .[docs]
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_type_hints
 
@@ -29,13 +28,16 @@ class Fact:
     default: Any
     help: str  # one sentence
     role: Role
+    short: str  # the option's short name: "rounds" of train.rounds
     resume: bool  # may be given anew when a run goes on
+    told: bool  # a run tells it to its nodes
     agree: bool  # a site that gave --agree must have the same value
     table: bool  # runs that share a table have it in common
     at_least: float | None
     above: float | None
     at_most: float | None
     below: float | None
+    infinite: bool  # infinity means something
 
     def check(self, value: Any, section: str) -> None:
         """Refuse a number outside of the bounds, and NaN; ``None`` and words pass."""
@@ -48,11 +50,11 @@ class Fact:
             "below": (self.below, operator.lt),
         }
         given = {w: (bound, holds) for w, (bound, holds) in bounds.items() if bound is not None}
-        if math.isfinite(value) and all(holds(value, bound) for bound, holds in given.values()):
+        finite = isinstance(value, int) or math.isfinite(value) or self.infinite
+        if finite and all(holds(value, bound) for bound, holds in given.values()):
             return
-        rule = " and ".join(f"{words} {bound:g}" for words, (bound, _) in given.items())
-        if not math.isfinite(value):
-            rule = f"{rule} and finite" if rule else "finite"
+        rules = [f"{words} {bound:,}" for words, (bound, _) in given.items()]
+        rule = " and ".join(rules if finite else [*rules, "finite"])
         raise FurlongError(f"{section}.{self.name} is {value}; it must be {rule}")
 
 
@@ -61,40 +63,58 @@ def setting(
     help: str,
     *,
     role: Role = "result",
+    short: str = "",
     resume: bool = False,
+    told: bool | None = None,
     agree: bool | None = None,
     table: bool = False,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    infinite: bool = False,
 ) -> Any:
     """A field of a settings class; a callable ``default`` makes the value.
 
-    ``agree`` is by default whether the setting changes results.
+    ``agree`` is by default whether the setting changes results, and nodes are told what sites
+    agree to.
     """
+    agree = role == "result" if agree is None else agree
     known = {
         "help": help,
         "role": role,
+        "short": short,
         "resume": resume,
-        "agree": role == "result" if agree is None else agree,
+        "told": agree if told is None else told,
+        "agree": agree,
         "table": table,
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
         "below": below,
+        "infinite": infinite,
     }
     if callable(default):
         return field(default_factory=default, metadata=known)
     return field(default=default, metadata=known)
 
 
-def facts(cls: type) -> Iterator[Fact]:
+def facts(cls: type) -> tuple[Fact, ...]:
     """The facts of every field of a settings class, in their order."""
     hints = get_type_hints(cls)
-    usual = setting(None, "").metadata
+    plain = setting(
+        None, "", infinite=True
+    ).metadata  # of a field that a user's method has without facts
+    found = []
     for f in fields(cls):
         default = f.default
         if default is MISSING and f.default_factory is not MISSING:
             default = f.default_factory()
-        yield Fact(f.name, hints[f.name], default, **{**usual, **f.metadata})
+        found.append(Fact(f.name, hints[f.name], default, **(f.metadata or plain)))
+    return tuple(found)
+
+
+def check(settings: Any, section: str) -> None:
+    """Refuse an instance of a settings class that has a number outside of its bounds."""
+    for fact in facts(type(settings)):
+        fact.check(getattr(settings, fact.name), section)

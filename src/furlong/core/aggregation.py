@@ -33,7 +33,8 @@ from torch import Tensor
 
 from furlong.core.payload import Weights, flatten, is_buffer, replace_tensors
 from furlong.core.weights import BatchNormPolicy, Mean
-from furlong.errors import FurlongError, require
+from furlong.errors import FurlongError
+from furlong.settings import check, setting
 
 P = TypeVar("P")
 Rule = Literal[
@@ -57,28 +58,26 @@ SMOOTHING = 1e-6  # RFA's ν: no distance counts as less
 class ServerSettings:
     """How the server merges the clients' answers; a rule looks only at its own settings."""
 
-    rule: Rule = "mean"
-    lr: float | None = None  # η of momentum (1) and adam (0.01)
-    momentum: float = 0.9  # β of momentum, β₁ of adam
-    beta2: float = 0.99  # adam
-    tau: float = 1e-3  # adam
-    faulty: int = 1  # f of trimmed_mean, krum, multi_krum: how many clients may be bad
-    max_norm: float = 0.0  # C of norm_bound, for parameters; 0: the median of the round's norms
-    iterations: int = 100  # most of geometric_median
-    tolerance: float = 1e-9  # geometric_median stops when the sum of distances falls by less
+    rule: Rule = setting("mean", "How the server merges the clients' answers.")
+    lr: float | None = setting(None, "η of momentum (none: 1) and adam (none: 0.01).", above=0)
+    momentum: float = setting(0.9, "β of momentum, β₁ of adam.", at_least=0, below=1)
+    beta2: float = setting(0.99, "β₂ of adam.", at_least=0, below=1)
+    tau: float = setting(1e-3, "τ of adam.", above=0)
+    faulty: int = setting(
+        1, "f of trimmed_mean, krum and multi_krum: how many clients may be bad.", at_least=0
+    )
+    max_norm: float = setting(
+        0.0, "C of norm_bound, for parameters; 0: the median of the round's norms.", at_least=0
+    )
+    iterations: int = setting(100, "Most iterations of geometric_median.", at_least=1)
+    tolerance: float = setting(
+        1e-9,
+        "geometric_median stops when the sum of distances falls by less than this share.",
+        at_least=0,
+    )
 
     def __post_init__(self) -> None:
-        def check(holds: bool, name: str, rule: str) -> None:
-            require(holds, name, getattr(self, name), rule, "server")
-
-        check(self.lr is None or 0 < self.lr < inf, "lr", "above 0")
-        check(0 <= self.momentum < 1, "momentum", "at least 0 and below 1")
-        check(0 <= self.beta2 < 1, "beta2", "at least 0 and below 1")
-        check(0 < self.tau < inf, "tau", "above 0")
-        check(self.faulty >= 0, "faulty", "at least 0")
-        check(0 <= self.max_norm < inf, "max_norm", "at least 0")
-        check(self.iterations >= 1, "iterations", "at least 1")
-        check(0 <= self.tolerance < inf, "tolerance", "at least 0")
+        check(self, "server")
 
     def withstands(self, clients: int) -> int:
         """The largest f up to ``faulty`` that the rule allows for ``clients`` (below 0: none)."""

@@ -18,6 +18,7 @@ from furlong.data.augment import Recipe
 from furlong.data.images import ImageSet
 from furlong.nn.encoders import build_encoder
 from furlong.nn.optimisers import LARS
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Exchange:
 class OptimiserSettings:
     """How clients train; the optimiser is made anew every round (its moments start at zero)."""
 
-    name: Literal["sgd", "adam", "lars"] = "sgd"
-    lr: float = 0.032
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    schedule: Literal["cosine", "constant"] = "cosine"  # over rounds, constant inside a round
-    persist: bool = False  # keep the moments on the client between rounds
+    name: Literal["sgd", "adam", "lars"] = setting("sgd", "The clients' optimiser.")
+    lr: float = setting(0.032, "Its learning rate.", above=0)
+    momentum: float = setting(0.9, "Momentum of sgd and lars.", at_least=0, below=1)
+    weight_decay: float = setting(5e-4, "Its weight decay.", at_least=0)
+    schedule: Literal["cosine", "constant"] = setting(
+        "cosine", "The learning rate over the rounds; inside a round it is constant."
+    )
+    persist: bool = setting(False, "Keep the moments on the client between rounds.")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from furlong.engines.codec import decode, encode
 from furlong.engines.inprocess import InProcess, can_fork, describe
 from furlong.engines.remote import PROTOCOL
 from furlong.errors import FurlongError
-from furlong.runs.config import Config, from_tree, without_none
+from furlong.runs.config import Config, all_facts, from_tree, without_none
 from furlong.runs.folder import RunFolder
 from furlong.runs.prepare import (
     SITES,
@@ -151,10 +151,10 @@ class Site:
         if not isinstance(tree, dict):
             raise Refusal("no configuration")
         tree = without_none(tree)
-        for section, keys in _TOLD.items():
-            other = set(tree.get(section) or {}) - keys
-            if other and not self.code:
-                raise Refusal(f"a server may not say {section}.{sorted(map(str, other))[0][:80]}")
+        for name, fact in all_facts().items():
+            section, _, key = name.partition(".")
+            if not fact.told and key in (tree.get(section) or {}) and not self.code:
+                raise Refusal(f"a server may not say {name}")
         names = [tree.get("method", {}).get("name"), tree.get("model", {}).get("encoder")]
         for name in [*names, tree.get("data", {}).get("name")]:
             if ":" in str(name) and not self.code:
@@ -181,7 +181,8 @@ class Site:
     def _agreed(self, settings: Config) -> None:
         assert self.agree is not None
         theirs, mine = dict(_flat(told(settings))), dict(_flat(told(self.agree)))
-        other = [key for key in mine if mine[key] != theirs.get(key) and key not in _FREE]
+        free = {name for name, fact in all_facts().items() if not fact.agree}
+        other = [key for key in mine if mine[key] != theirs.get(key) and key not in free]
         if other:
             lines = (f"{key} is {theirs.get(key)!r}, not {mine[key]!r}" for key in other[:5])
             raise Refusal(f"not the configuration that this node agrees to: {'; '.join(lines)}")
@@ -332,10 +333,6 @@ class Site:
         return self._party[2]
 
 
-# may differ between what a site agrees to and what a run says: they change nothing for the site
-_FREE = ("train.fraction", "train.min_clients", "train.server_threads", "data.clients")
-
-
 @lru_cache(maxsize=1)
 def _loaded(own: Own, image_size: int) -> ImageSet:
     """A site's images, read once."""
@@ -374,13 +371,3 @@ def _collect(path: Path, body: bytes, at: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb" if at == 0 else "ab") as file:
         file.write(body)
-
-
-# all that a server may say of these: see assemble.told
-_TOLD = {
-    "data": {"augment", "image_size", "name", "images", "partition", "clients", "group_by"}
-    | {"strict"},
-    "run": {"seed", "bound"},
-    "flower": set[str](),
-    "evaluate": set[str](),
-}

@@ -24,28 +24,13 @@ from furlong.errors import FurlongError, nearest
 from furlong.evaluation import RECIPES
 from furlong.reports import printed
 from furlong.reports.significance import FEWEST, LEVEL, Difference, holm, paired
-from furlong.runs.config import Config
+from furlong.runs.config import Config, all_facts, is_place
 from furlong.runs.folder import RESULT, RunFolder, require
 from furlong.words import duration, size
 
+SECTIONS = ("method", "data", "model", "train", "evaluate", "run")  # that every run's file has
 GRID = "compare.json"  # in a grid's folder: its command and its cells
-SETTING = {
-    "data": ("name", "images", "test_images", "image_size", "partition", "clients", "group_by"),
-    "model": ("encoder",),
-    "train": ("rounds", "epochs", "fraction"),
-    "evaluate": ("probe", "k", "temperature"),
-}
-FREE = {  # where and how a run is computed: nothing that its results depend on
-    "run": ("workers", "device", "out", "save_every", "state_memory_mb", "deadline"),
-    "data": ("root", "public_root", "cache"),
-    "train": ("server_threads", "min_clients"),
-}
-TOLD = {  # by a row's name and its seeds; or only how closely a run was watched
-    "method": ("name",),
-    "run": ("seed", "bound", "engine"),
-    "data": ("strict",),
-    "evaluate": ("knn_every", "angles"),
-}
+ROW = ("method.name", "run.bound", "run.seed")  # told by a row's name and its seeds
 PROTOCOLS = {
     "knn": "kNN",
     "linear": "linear probe",
@@ -85,9 +70,9 @@ class Finished:
         found: dict[str, Any] = {}
         for section, usual in {"method": {}, **_defaults()}.items():
             values = {**usual, **self.settings.get(section, {})}
-            apart = (*SETTING.get(section, ()), *FREE.get(section, ()), *TOLD.get(section, ()))
-            found |= {f"{section}.{k}": v for k, v in values.items() if k not in apart}
-        return found
+            found |= {f"{section}.{key}": value for key, value in values.items()}
+        apart = {name for name, fact in all_facts().items() if fact.table or fact.role != "result"}
+        return {name: value for name, value in found.items() if name not in {*apart, *ROW}}
 
 
 @cache
@@ -259,7 +244,7 @@ def read(path: Path) -> Finished | None:
         settings = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FurlongError(f"cannot read the run {path}: {error}") from None
-    require(settings, dict.fromkeys(("method", *SETTING, "run"), dict), path / "config.toml")
+    require(settings, dict.fromkeys(SECTIONS, dict), path / "config.toml")
     require(settings["method"], {"name": str}, path / "config.toml")
     scores = {}
     for row in [*summary["results"], *folder.evaluations()]:
@@ -311,9 +296,9 @@ def _usual(protocol: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _said(name: str, usual: Mapping[str, Any]) -> bool:
     """Whether no result depends on a setting, or the protocol's name tells it anyway."""
-    section, _, key = name.partition(".")
+    key = name.partition(".")[2]
     told = key in usual or name in ("data.name", "evaluate.probe")
-    return told or key in FREE.get(section, ())
+    return told or is_place(name)
 
 
 # ---------------------------------------------------------------- grouping
@@ -339,11 +324,8 @@ def tables(
 
 
 def _setting(run: Finished) -> dict[str, Any]:
-    return {
-        f"{section}.{key}": run.settings[section].get(key)
-        for section, keys in SETTING.items()
-        for key in keys
-    }
+    shared = [name.split(".") for name, fact in all_facts().items() if fact.table]
+    return {f"{section}.{key}": run.settings[section].get(key) for section, key in shared}
 
 
 def _groups(runs: list[Finished], baseline: str | None) -> Iterator[Group]:

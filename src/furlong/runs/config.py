@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -18,100 +18,249 @@ from furlong.core.method import AnyMethod, Method
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.linear import RECIPES
 from furlong.methods import METHODS, Row
+from furlong.settings import Fact, check, facts, setting
 
 T = TypeVar("T")
 Bound = Literal["none", "single", "pooled"]
 
 
 @dataclass(frozen=True)
+class MethodSettings:
+    """The method; its own fields are of its class (``furlong methods NAME`` lists them)."""
+
+    name: str = setting(
+        "fedu", "Name of a method (see 'furlong methods'), or file.py:Class.", short="method"
+    )
+
+
+@dataclass(frozen=True)
 class DataSettings:
     """Which images, and who holds them."""
 
-    name: str = "shapes"
-    root: str | None = None  # where a named set lies; else $FURLONG_DATA, else the Hub
-    images: int | None = None  # use at most this many training images
-    test_images: int | None = None
-    image_size: int | None = None
-    partition: str = "classes:2"
-    clients: int | None = None  # 5, or as many as the natural partition has
-    group_by: str | None = None  # natural partition: a column, or "folder" (one per client)
-    augment: str = "auto"  # the method's usual one; on shapes "shapes" if that changes colours
-    public: str | None = None  # a data set that the server may see
-    public_root: str | None = None  # where it lies, if not in ``root``
-    public_images: int | None = None  # use at most this many of it
-    strict: bool = False  # unreadable files are errors
-    cache: str | None = None  # folder for decoded images
+    name: str = setting(
+        "shapes",
+        "shapes, cifar10, cifar100, fashion_mnist, mnist, stl10, mini_imagenet, folder:PATH, "
+        "parquet:PATH, or sites: every node brings its own.",
+        short="data",
+        table=True,
+    )
+    root: str | None = setting(
+        None, "Where a named set lies; else $FURLONG_DATA, else the Hub.", role="place"
+    )
+    images: int | None = setting(None, "Use at most this many training images.", table=True)
+    test_images: int | None = setting(
+        None, "Use at most this many test images.", table=True, agree=False
+    )
+    image_size: int | None = setting(
+        None, "Pixels of a side that images are brought to; none: as they are.", table=True
+    )
+    partition: str = setting(
+        "classes:2",
+        "iid[:stratified], classes:K, shards:K, mfcl:S[:sequential], dirichlet:A[:MIN], "
+        "dirichlet_balanced:A, quantity:W,W,…, quantity:lognormal:S, quantity:powerlaw:P, natural.",
+        short="partition",
+        table=True,
+    )
+    clients: int | None = setting(
+        None,
+        "Number of clients; none: 5, or as many as the natural partition has.",
+        short="clients",
+        table=True,
+        told=True,
+        agree=False,
+        at_least=1,
+    )
+    group_by: str | None = setting(
+        None, "Natural partition: a column, or 'folder' (one per client).", table=True
+    )
+    augment: str = setting(
+        "auto",
+        "Augmentation; auto: the method's usual one (on shapes 'shapes' if that changes colours).",
+    )
+    public: str | None = setting(
+        None,
+        "A data set that the server may see, for methods that need one.",
+        short="public",
+        agree=False,
+    )
+    public_root: str | None = setting(None, "Where it lies, if not in data.root.", role="place")
+    public_images: int | None = setting(None, "Use at most this many of it.", agree=False)
+    strict: bool = setting(
+        False, "Unreadable image files are errors.", role="watch", short="strict", agree=True
+    )
+    cache: str | None = setting(None, "Folder for decoded images.", role="place")
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The encoder: a name, or ``module:factory`` / ``file.py:factory``."""
+    """The encoder."""
 
-    encoder: str = "small"
-    early_norm: Literal["bn", "gn", "pn"] = "bn"  # after the first two convolutions
+    encoder: str = setting(
+        "small",
+        "small, cnn5, resnet18, resnet50, or module:factory, or file.py:factory.",
+        short="encoder",
+        table=True,
+    )
+    early_norm: Literal["bn", "gn", "pn"] = setting(
+        "bn", "Normalisation after the first two convolutions."
+    )
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """How long, and with how many."""
 
-    rounds: int = 20
-    epochs: int = 1
-    batch_size: int = 128
-    fraction: float = 1.0
-    server_threads: int = 2  # for training at the server (FedCA, MFCL); changes the last bits
-    min_clients: int = 0  # valid answers that an exchange needs (at most all); else the run stops
+    rounds: int = setting(20, "Rounds of communication.", short="rounds", table=True, at_least=1)
+    epochs: int = setting(1, "Local epochs per round.", short="epochs", table=True, at_least=1)
+    batch_size: int = setting(128, "Local batch size.", short="batch_size", at_least=2)
+    fraction: float = setting(
+        1.0,
+        "Share of the clients that takes part in a round.",
+        short="fraction",
+        table=True,
+        told=True,
+        agree=False,
+        above=0,
+        at_most=1,
+    )
+    server_threads: int = setting(
+        2,
+        "Threads for training at the server (FedCA, MFCL); another number changes the last bits.",
+        told=True,
+        agree=False,
+        at_least=1,
+    )
+    min_clients: int = setting(
+        0,
+        "Valid answers that an exchange needs (at most all); with fewer the run stops.",
+        role="place",
+        resume=True,
+        told=True,
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
     """The kNN monitor during training and the linear probe at the end."""
 
-    knn_every: int = 0  # exchanges (rounds for most methods); 0: about twenty times in a run
-    k: int = 200
-    temperature: float = 0.1
-    monitor_images: int = 5000  # the monitor's bank is at most this large; the last kNN uses all
-    angles: int = 0  # test images for the angles between two clients' models; 0: not measured
-    probe: str = "default"  # a recipe of furlong.evaluate.linear, or "none"
+    knn_every: int = setting(
+        0,
+        "Exchanges (rounds for most methods) between two kNN monitors; 0: about twenty in a run.",
+        role="watch",
+        at_least=0,
+    )
+    k: int = setting(200, "Neighbours of the kNN.", table=True, agree=False, at_least=1)
+    temperature: float = setting(
+        0.1, "Temperature of the kNN's votes.", table=True, agree=False, above=0
+    )
+    monitor_images: int = setting(
+        5000,
+        "The monitor's bank is at most this large; the kNN at the end uses all images.",
+        agree=False,
+        at_least=1,
+    )
+    angles: int = setting(
+        0,
+        "Test images for the angles between two clients' models; 0: not measured.",
+        role="watch",
+        at_least=0,
+    )
+    probe: str = setting(
+        "default",
+        "Recipe of the linear probe (see docs/evaluate.md), or none.",
+        table=True,
+        agree=False,
+    )
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Where and how it runs.
+    """Where and how it runs."""
 
-    ``workers``, ``out`` and the last three change no bit of the weights; the deadline only if
-    a client misses it.
-    """
-
-    seed: int = 0
-    workers: int = 0  # 0: one per core on CPU
-    device: str = "auto"
-    engine: Literal["inprocess", "flower"] = "inprocess"
-    out: str | None = None
-    bound: Bound = "none"  # single: every client alone; pooled: all data in one place
-    save_every: int = 1  # rounds between checkpoints
-    state_memory_mb: int = 4096  # client states beyond this go to disk
-    deadline: float = 0.0  # seconds for one exchange, then it goes on without the others; 0: none
+    seed: int = setting(
+        0,
+        "Determines everything: data split, initial weights, every batch.",
+        short="seed",
+        at_least=0,
+        below=2**63,
+    )
+    workers: int = setting(
+        0,
+        "Worker processes (0: one per core on CPU); the result does not depend on it.",
+        role="place",
+        short="workers",
+        resume=True,
+        at_least=0,
+    )
+    device: str = setting(
+        "auto", "auto, cpu, cuda, mps.", role="place", short="device", resume=True
+    )
+    engine: Literal["inprocess", "flower"] = setting(
+        "inprocess",
+        "inprocess, or flower: a simulation on Ray, or with --superlink a real federation.",
+        role="place",
+        short="engine",
+    )
+    out: str | None = setting(
+        None, "Run folder (default: a new one below runs/).", role="place", short="out"
+    )
+    bound: Bound = setting(
+        "none",
+        "none, or single (every client alone), or pooled (all data in one place).",
+        short="bound",
+    )
+    save_every: int = setting(1, "Rounds between checkpoints.", role="place", at_least=1)
+    state_memory_mb: int = setting(
+        4096, "Client states beyond this go to disk.", role="place", at_least=0
+    )
+    deadline: float = setting(
+        0.0,
+        "Seconds for one exchange, then it goes on without the others; 0: none.",
+        role="place",
+        resume=True,
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)
 class FlowerSettings:
-    """Of run.engine = "flower". Only ``encoding`` changes a bit of the weights."""
+    """Of run.engine = "flower"."""
 
-    superlink: str | None = None  # HOST:PORT of a SuperLink; none: a simulation on Ray
-    certs: str | None = None  # the folder "server" that 'furlong certs' made
-    insecure: bool = False  # without TLS, on this machine only
-    wait: float = 600.0  # seconds for nodes to connect
-    encoding: Literal["exact", "float16", "int8"] = "exact"  # of what travels
-    slice_mb: int = 64  # larger payloads travel in several messages
-    cpus: float = 1.0  # simulation: cores per client
+    superlink: str | None = setting(
+        None,
+        "HOST:PORT of a SuperLink ('furlong superlink'); none: a simulation on Ray.",
+        role="place",
+        short="superlink",
+        resume=True,
+    )
+    certs: str | None = setting(
+        None, "DIR/server of 'furlong certs DIR'.", role="place", short="certs", resume=True
+    )
+    insecure: bool = setting(
+        False,
+        "No encryption and no authentication; on 127.0.0.1 only, for trials.",
+        role="place",
+        short="insecure",
+        resume=True,
+    )
+    wait: float = setting(
+        600.0, "Seconds for nodes to connect.", role="place", resume=True, above=0
+    )
+    encoding: Literal["exact", "float16", "int8"] = setting(
+        "exact", "Of what travels; all but exact change the result.", agree=False
+    )
+    slice_mb: int = setting(
+        64, "Larger payloads travel in several messages.", role="place", at_least=1
+    )
+    cpus: float = setting(1.0, "Simulation: cores per client.", role="place", resume=True, above=0)
 
 
 @dataclass(frozen=True)
 class Config:
     """Everything that determines a run."""
 
-    method: dict[str, Any] = field(default_factory=lambda: {"name": "fedu"})
+    method: dict[str, Any] = field(default_factory=lambda: asdict(MethodSettings()))
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     train: TrainSettings = TrainSettings()
@@ -137,28 +286,30 @@ SMALL_HEADS = {
     "prediction_head": "small_pred",
     "decoder_width": 64,
 }
-SHORT = {
-    "method": "method.name",
-    "data": "data.name",
-    "partition": "data.partition",
-    "clients": "data.clients",
-    "public": "data.public",
-    "fraction": "train.fraction",
-    "rounds": "train.rounds",
-    "epochs": "train.epochs",
-    "batch_size": "train.batch_size",
-    "encoder": "model.encoder",
-    "seed": "run.seed",
-    "workers": "run.workers",
-    "device": "run.device",
-    "engine": "run.engine",
-    "superlink": "flower.superlink",
-    "certs": "flower.certs",
-    "insecure": "flower.insecure",
-    "bound": "run.bound",
-    "strict": "data.strict",
-    "out": "run.out",
-}
+
+
+@cache
+def sections() -> dict[str, type]:
+    """The tables of a file and their classes, in order."""
+    return {**get_type_hints(Config), "method": MethodSettings}
+
+
+@cache
+def all_facts() -> dict[str, Fact]:
+    """Every setting by ``section.key``; a method's own fields are :func:`facts` of its class."""
+    return {
+        f"{section}.{fact.name}": fact for section, cls in sections().items() for fact in facts(cls)
+    }
+
+
+SHORT = {fact.short: name for name, fact in all_facts().items() if fact.short}
+"""Short options: ``rounds`` -> ``train.rounds``."""
+
+
+def is_place(name: str) -> bool:
+    """Whether no result depends on a setting: it says where and by which machinery to compute."""
+    fact = all_facts().get(name)
+    return fact is not None and fact.role == "place"
 
 
 def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -180,14 +331,12 @@ def read(path: Path) -> dict[str, Any]:
 def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Config:
     """A configuration from nested tables and ``section.key`` (or short) overrides."""
     merged: dict[str, dict[str, Any]] = {}
-    sections = {f.name for f in fields(Config)}
+    known = sections()
     for section, table in tree.items():
         if section == "methods":
             raise FurlongError(f"{where}: [methods.…] is for 'furlong compare'.")
-        if section not in sections:
-            raise FurlongError(
-                f"{where}: unknown section [{section}]. {nearest(section, sections)}"
-            )
+        if section not in known:
+            raise FurlongError(f"{where}: unknown section [{section}]. {nearest(section, known)}")
         if not isinstance(table, Mapping):
             raise FurlongError(f"{where}: {section} must be a table: write [{section}].")
         merged[section] = dict(table)
@@ -201,23 +350,29 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
         for key in SMALL_HEADS:  # the file's are for a larger encoder
             merged.get("method", {}).pop(key, None)
     for name, value in overrides.items():
-        dotted = SHORT.get(name.replace("-", "_"), name)
-        section, dot, key = dotted.partition(".")
-        if not dot or section not in sections:
-            valid = [*sections] if dot else [n.replace("_", "-") for n in SHORT]
-            wrong = section if dot else name
-            raise FurlongError(f"unknown option --{name}. {nearest(wrong, valid)}")
-        merged.setdefault(section, {})[key.replace("-", "_")] = value
-    method = {"name": "fedu", **merged.get("method", {})}
+        section, _, key = full_name(name).partition(".")
+        merged.setdefault(section, {})[key] = value
+    method = {**asdict(MethodSettings()), **merged.get("method", {})}
     merged["server"] = _resolve_server(str(method["name"]), merged.get("server", {}), where)
-    hints = get_type_hints(Config)
-    parts = {
-        section: build(hints[section], merged.get(section, {}), section, where)
-        for section in sections - {"method"}
+    parts: dict[str, Any] = {
+        section: build(cls, merged.get(section, {}), section, where)
+        for section, cls in known.items()
+        if section != "method"
     }
     config = Config(method=_resolve_method(method, parts["model"].encoder, where), **parts)
     _check(config)
     return config
+
+
+def full_name(option: str) -> str:
+    """``section.key`` of an option: ``batch-size`` is ``train.batch_size``."""
+    name = option.replace("-", "_")
+    section, dot, key = SHORT.get(name, name).partition(".")
+    if not dot or section not in sections():
+        valid = [*sections()] if dot else [n.replace("_", "-") for n in SHORT]
+        wrong = section if dot else option
+        raise FurlongError(f"unknown option --{option}. {nearest(wrong, valid)}")
+    return f"{section}.{key}"
 
 
 def method_row(name: str) -> Row:
@@ -238,7 +393,7 @@ def _resolve_method(given: dict[str, Any], encoder: str, where: str) -> dict[str
     """The method's name and all its fields, written out."""
     name = str(given.pop("name"))
     row = method_row(name)
-    known = [f.name for f in fields(row.cls)]  # type: ignore[arg-type]
+    known = [fact.name for fact in facts(row.cls)]
     defaults = dict(row.fields)
     if encoder == "small":  # the papers' heads are forty times larger than this encoder
         defaults |= {key: value for key, value in SMALL_HEADS.items() if key in known}
@@ -260,19 +415,16 @@ def _resolve_server(name: str, given: dict[str, Any], where: str) -> dict[str, A
 
 def build(cls: type[T], values: Mapping[str, Any], section: str, where: str = "options") -> T:
     """An instance of a settings dataclass from plain values or from strings of the command line."""
-    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    hints = get_type_hints(cls)
+    known = {fact.name: fact for fact in facts(cls)}
     for key in values:
         if key not in known:
             raise FurlongError(f"{where}: unknown key {section}.{key}. {nearest(key, known)}")
-    missing = [
-        n
-        for n, f in known.items()
-        if n not in values and f.default is MISSING and f.default_factory is MISSING
-    ]
-    if missing:
-        raise FurlongError(f"{where}: {section}.{missing[0]} must be given")
-    return cls(**{k: coerce(hints[k], v, f"{section}.{k}") for k, v in values.items()})
+    for key, fact in known.items():
+        if key not in values and fact.default is MISSING:
+            raise FurlongError(f"{where}: {section}.{key} must be given")
+    made = cls(**{k: coerce(known[k].kind, v, f"{section}.{k}") for k, v in values.items()})
+    check(made, section)
+    return made
 
 
 def coerce(hint: Any, value: Any, name: str) -> Any:
@@ -324,52 +476,12 @@ def coerce(hint: Any, value: Any, name: str) -> Any:
 
 
 def _check(config: Config) -> None:
-    train, data, run = config.train, config.data, config.run
-    for name, value, low in (
-        ("train.rounds", train.rounds, 1),
-        ("train.epochs", train.epochs, 1),
-        ("train.batch_size", train.batch_size, 2),
-        ("train.server_threads", train.server_threads, 1),
-        ("train.min_clients", train.min_clients, 0),
-        ("data.clients", 1 if data.clients is None else data.clients, 1),
-        ("run.workers", run.workers, 0),
-        ("run.save_every", run.save_every, 1),
-        ("run.state_memory_mb", run.state_memory_mb, 0),
-        ("flower.slice_mb", config.flower.slice_mb, 1),
-        ("evaluate.k", config.evaluate.k, 1),
-        ("evaluate.knn_every", config.evaluate.knn_every, 0),
-        ("evaluate.angles", config.evaluate.angles, 0),
-        ("evaluate.monitor_images", config.evaluate.monitor_images, 1),
-    ):
-        if value < low:
-            raise FurlongError(f"{name} is {value}; it must be at least {low}")
-    if config.flower.superlink is not None and run.engine != "flower":
-        link = config.flower.superlink
+    """What the bounds of single fields cannot say."""
+    link, probe = config.flower.superlink, config.evaluate.probe
+    if link is not None and config.run.engine != "flower":
         raise FurlongError(f"flower.superlink is {link}, which needs --engine flower.")
-    if not 0 <= run.seed < 2**63:
-        raise FurlongError(f"run.seed is {run.seed}; it must be at least 0 and below 2**63")
-    if not 0 < train.fraction <= 1:
-        raise FurlongError(f"train.fraction is {train.fraction}; it must be above 0 and at most 1")
-    if not 0 <= config.optimiser.momentum < 1:
-        momentum = config.optimiser.momentum
-        raise FurlongError(f"optimiser.momentum is {momentum}; it must be at least 0 and below 1")
-    for name, number in (
-        ("optimiser.weight_decay", config.optimiser.weight_decay),
-        ("run.deadline", run.deadline),
-    ):
-        if not 0 <= number < math.inf:
-            raise FurlongError(f"{name} is {number}; it must be at least 0 and finite")
-    for name, number in (
-        ("flower.wait", config.flower.wait),
-        ("flower.cpus", config.flower.cpus),
-        ("optimiser.lr", config.optimiser.lr),
-        ("evaluate.temperature", config.evaluate.temperature),
-    ):
-        if not 0 < number < math.inf:
-            raise FurlongError(f"{name} is {number}; it must be above 0 and finite")
     recipes = {"none", *RECIPES}
-    if config.evaluate.probe not in recipes:
-        probe = config.evaluate.probe
+    if probe not in recipes:
         raise FurlongError(f"evaluate.probe is {probe!r}. {nearest(probe, recipes)}")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from furlong.errors import FurlongError, nearest
 from furlong.reports import page
-from furlong.reports.tables import FREE, GRID
+from furlong.reports.tables import GRID
 from furlong.runs import config, loop
 from furlong.runs.checkpoint import write_atomically
 from furlong.runs.config import Config
@@ -162,7 +162,7 @@ def _check(cell: Cell) -> None:
     for section in sorted({*there, *wanted}):
         for key in sorted({*there.get(section, {}), *wanted.get(section, {})}):
             old, new = (tree.get(section, {}).get(key) for tree in (there, wanted))
-            if key not in FREE.get(section, ()) and old != new:
+            if old != new and not config.is_place(f"{section}.{key}"):
                 raise FurlongError(
                     f"{cell.folder} holds a run with {section}.{key} = {old}, not {new}. Give the "
                     "settings that it began with, or another --out."

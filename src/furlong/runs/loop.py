@@ -36,10 +36,6 @@ from furlong.runs.monitor import QUALITY, Watch
 from furlong.runs.prepare import SITES, Prepared, describe_partition, prepare, who
 from furlong.seeding import shuffled, threads
 
-ANEW = {"workers", "device", "run.workers", "run.device", "run.deadline", "train.min_clients"}
-ANEW |= {"superlink", "certs", "insecure", "flower.superlink", "flower.certs", "flower.insecure"}
-ANEW |= {"flower.wait", "flower.cpus"}
-
 
 @dataclass(frozen=True)
 class Status:
@@ -223,7 +219,8 @@ def resume(
     """
     path = Path(run_folder)
     for name in overrides or {}:
-        if name.replace("-", "_") not in ANEW:
+        fact = config.all_facts().get(config.full_name(name))
+        if fact is None or not fact.resume:
             raise FurlongError(f"a run goes on with the settings it has: --{name} cannot be given.")
     folder = RunFolder.open(path)
     say = say or (lambda _: None)

@@ -27,7 +27,7 @@ from furlong.errors import FurlongError
 from furlong.methods.wrappers.alone import Alone
 from furlong.methods.wrappers.ruled import Ruled
 from furlong.nn.encoders import build_encoder, evaluating, out_dim
-from furlong.runs.config import Config
+from furlong.runs.config import Config, all_facts
 from furlong.seeding import seed_of, seeded, shuffled, threads
 
 HOLDOUT = 0.1  # of a labelled set that has no test split
@@ -454,18 +454,16 @@ def told(settings: Config, *, paths: bool = False) -> dict[str, Any]:
     ``paths``: where a named set lies too, for a simulation, whose nodes are this program.
     """
     tree = asdict(settings)
-    shared = ["image_size", "name"]
-    if settings.data.name != SITES:
-        shared += ["images", "partition", "clients", "group_by", "strict"]
-    if paths:
-        shared += ["root", "cache"]
-    augment = augmentation(settings, settings.make_method())
-    return {
-        **{section: tree[section] for section in ("method", "model", "train", "optimiser")},
-        "server": tree["server"],
-        "data": {"augment": augment, **{key: tree["data"][key] for key in shared}},
-        "run": {"seed": settings.run.seed, "bound": settings.run.bound},
-    }
+    tree["data"]["augment"] = augmentation(settings, settings.make_method())
+    names = [name for name, fact in all_facts().items() if fact.told]
+    if settings.data.name == SITES:  # nobody else has a say in which images a site has
+        own = ("data.name", "data.image_size", "data.augment")
+        names = [name for name in names if not name.startswith("data.") or name in own]
+    names += ["data.root", "data.cache"] if paths else []
+    chosen: dict[str, Any] = {}
+    for section, key in (name.split(".") for name in names):
+        chosen.setdefault(section, {})[key] = tree[section][key]
+    return {**chosen, "method": tree["method"]}
 
 
 @dataclass(frozen=True)
