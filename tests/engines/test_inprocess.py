@@ -127,6 +127,9 @@ def test_cohorts() -> None:
     clients = list(range(10))
     one = draw_cohort(0, Exchange(round=3), clients, 0.35)
     assert len(one) == 3
+    for r in range(20):  # reports are added in this order
+        cohort = draw_cohort(0, Exchange(round=r), clients, 0.5)
+        assert cohort == sorted(cohort)
     assert one == draw_cohort(0, Exchange(round=3, index=9), clients, 0.35)
     assert any(draw_cohort(0, Exchange(round=r), clients, 0.35) != one for r in range(4, 9))
     assert draw_cohort(0, Exchange(round=3, clients=(1, 2)), clients, 0.1) == [1, 2]
