@@ -18,7 +18,8 @@ import time
 
 import torch
 
-from furlong.evaluation import RECIPES, knn, linear_probe
+from furlong.evaluation.knn import knn
+from furlong.evaluation.linear import RECIPES, linear_probe
 
 
 def drawn(count: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,15 +33,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from furlong.deploy import processes
-from furlong.deploy.keys import make_certs
+from furlong.deploy.addresses import free_port
+from furlong.deploy.certs import make_certs
+from furlong.deploy.flower_private import Connection, SuperLinkNodes
 from furlong.deploy.node import Site
+from furlong.deploy.proxy import Ports
+from furlong.deploy.registry import Registry
+from furlong.deploy.session import Session
+from furlong.deploy.superlink import superlink_command, write_connection
+from furlong.deploy.supernode import supernode_command
 from furlong.engines.codec import How
 from furlong.engines.inprocess import keep_freed_memory
-from furlong.engines.remote import Letter
+from furlong.engines.remote import Reply
 from furlong.runs import loop
 from furlong.runs.config import from_tree
 
@@ -207,13 +215,13 @@ class Federation:
     """A SuperLink and nodes with TLS and authentication: furlong's commands, or Flower's."""
 
     def __init__(self, folder: Path, nodes: int, plain: bool) -> None:
-        self.folder, self.plain, self.port = folder, plain, processes.free_port()
+        self.folder, self.plain, self.port = folder, plain, free_port()
         self.certs, self.state = folder / "certs" / "server", folder / "superlink"
         self.env = processes.environment(self.state / "flower")
         self._stack = ExitStack()
         self._nodes: dict[int, tuple[ExitStack, int]] = {}
         names = [f"site{k}" for k in range(nodes)]
-        make_certs(folder / "certs", ["127.0.0.1"], names, superlink_port=self.port)
+        make_certs(folder / "certs", ["127.0.0.1"], names, ports=Ports(superlink=self.port))
         self.state.mkdir()
 
     def __enter__(self) -> Federation:
@@ -221,15 +229,16 @@ class Federation:
             command = [*FURLONG, "superlink", "--certs", str(self.certs), "--port", str(self.port)]
             command += ["--state", str(self.state)]
             if self.plain:
-                ours = processes.superlink_command(self.certs, self.state, port=self.port)
+                ours = superlink_command(self.certs, self.state, port=self.port)
                 command = self._subprocess(ours)
             log = self.folder / "superlink.log"
             child = stack.enter_context(processes.running(command, self.env, log))
             if self.plain:
                 authority = self.certs / "ca.crt"
-                processes.wait_healthy(child, "127.0.0.1", self.port, authority)
-                processes.write_connection(self.state / "flower", "127.0.0.1", self.port, authority)
-                list(processes.Roster(self.certs, self.state).update())
+                processes.wait_healthy(child, "127.0.0.1", self.port, authority, log)
+                address = f"127.0.0.1:{self.port}"
+                write_connection(self.state / "flower", address, authority)
+                list(Registry(self.certs, SuperLinkNodes(Connection(address, authority))).update())
             else:
                 wait(lambda: "is ready" in log.read_text(), "the SuperLink's start")
             self._stack = stack.pop_all()
@@ -254,11 +263,9 @@ class Federation:
         command = [*FURLONG, "node", "--superlink", superlink, "--certs", str(certs)]
         command += ["--state", str(state), "--part", str(k), "--device", "cpu"]
         if self.plain:
-            about: dict[str, str | int] = {"partition-id": k, "state": str(state)}
-            ours = processes.supernode_command(
-                certs, superlink, certs / "none", port=processes.free_port(), config=about
-            )
-            command = self._subprocess(ours)
+            ours = supernode_command(certs, superlink, certs / "none", port=free_port())
+            about = f'partition-id={k} state="{state}"'
+            command = [*self._subprocess(ours), "--node-config", about]
         stack = ExitStack()
         log = self.folder / f"node{k}.log"
         env = self.env | {"FLWR_HOME": str(state / "flower")}
@@ -346,7 +353,7 @@ class Direct:
 
     def __init__(self, folder: Path, clients: int) -> None:
         self._sites = [Site(folder / f"node{k}", part=k, device="cpu") for k in range(clients)]
-        self._letters: dict[str, Letter] = {}
+        self._replies: dict[str, Reply] = {}
         self.down: list[int] = []
         self.up: list[int] = []
 
@@ -358,15 +365,15 @@ class Direct:
         """Ask and be answered."""
         said, answer = self._sites[node].answer(json.loads(json.dumps(header)), body)
         ticket = str(time.monotonic_ns())
-        self._letters[ticket] = Letter(ticket, said, answer)
+        self._replies[ticket] = Reply(ticket, said, answer)
         if header["kind"] == "work":
             self.down.append(len(body))
             self.up.append(len(answer))
         return ticket
 
-    def receive(self, tickets: Iterable[str]) -> list[Letter]:
+    def receive(self, tickets: Iterable[str]) -> list[Reply]:
         """Answers."""
-        return [self._letters.pop(t) for t in list(tickets) if t in self._letters]
+        return [self._replies.pop(t) for t in list(tickets) if t in self._replies]
 
 
 def direct(options: dict[str, Any], how: How) -> tuple[Direct, loop.Run]:
@@ -374,7 +381,9 @@ def direct(options: dict[str, Any], how: How) -> tuple[Direct, loop.Run]:
     with tempfile.TemporaryDirectory() as folder:
         wire = Direct(Path(folder), options["clients"])
         more = {"engine": "flower", "flower.encoding": how, "out": f"{folder}/run"}
-        return wire, loop.run(from_tree({}, {**options, **more}, "benchmark"), wire=wire)
+        return wire, loop.run(
+            from_tree({}, {**options, **more}, "benchmark"), engine=partial(Session, wire=wire)
+        )
 
 
 # ---------------------------------------------------------------- tables

@@ -69,7 +69,7 @@ def main() -> None:
         watch.most = 0
         with InProcess(p.method, p.federation, p.setup) as transport:  # one after another, here
             for exchange in server.exchanges()[1:]:  # not the sensor's training
-                state = server.step(p.federation.clients, transport, state, exchange).server
+                state = server.step(transport, state, exchange).server
         files = sum(f.stat().st_size for f in server.workspace().rglob("*.bin"))
         print(
             f"upload_mb {limit}: {files / 1e9:.2f} GB on disk, at most "

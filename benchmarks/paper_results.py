@@ -1,6 +1,6 @@
-"""Make src/furlong/paper_results.csv, the papers' printed accuracies, in our notation.
+"""Make src/furlong/papers/results.csv, the papers' printed accuracies, in our notation.
 
-    python benchmarks/paper_results.py SPEC.csv src/furlong/paper_results.csv
+    python benchmarks/paper_results.py SPEC.csv src/furlong/papers/results.csv
 
 SPEC.csv has a line per printed number: paper,table,setting,dataset,encoder,method,metric,value.
 The rules:
@@ -20,6 +20,8 @@ The rules:
   3 and FedCA's semi-supervised table, see the specification, 4.3); ``transfer`` to ``target``.
 - FedU's FedSimCLR, FedCA and few-label FedAvg rows are FedCA's published numbers: they keep FedCA's
   protocol and say so in ``note``, as do the cells that are known to be misprinted.
+- ``address`` is the row of ``furlong papers`` whose run gives the number: for quoted numbers a row
+  of FedCA's paper, for "Random-init" none.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from furlong.runs import papers
+
 COLUMNS = (
     "paper", "table", "data", "target", "partition", "clients", "encoder", "method", "fields",
     "bound", "protocol", "labels", "accuracy", "std", "rounds", "epochs", "note",
+    "address",
 )  # fmt: skip
 DATA = {
     "CIFAR-10": "cifar10",
@@ -63,6 +68,13 @@ METHODS = {  # name in the spec: our name, fields, bound
     "CL+FF+NM": ("fcl", "fusion=true;matching!=0", ""),
     "FedU": ("fedu", "aggregate_from=online;update=online;predictor=dapu", ""),
     "FedPR": ("fedrot", "", ""),  # the same task: one of four turns is to be told
+}
+POINTS = {  # name in the spec: the point on the axis "row" of the paper's file
+    "Single-client": "single",
+    "BYOL-centralized": "centralised",
+    "MoCo-centralized": "moco-centralised",
+    "FedCA beta=0.01": "fedca",
+    "FedSimCLR(BN)": "fedsimclr",
 }
 ROUNDS = {"FedCA": ("20", "5"), "FedU": ("100", "5"), "FCL": ("", "")}
 QUOTED = "FedCA's published number, quoted by FedU"
@@ -106,7 +118,39 @@ def convert(printed: list[dict[str, str]]) -> Iterator[dict[str, str]]:
         line["std"] = "" if std is None else fraction(std, metric)
         line["rounds"], line["epochs"] = budget(row)
         line["note"] = note(row)
+        line["address"] = address(row, line)
         yield line
+
+
+def address(row: dict[str, str], line: dict[str, str]) -> str:
+    """The row of our files whose settings give the number; nothing where nothing is trained."""
+    if row["method"] == "Random-init":
+        return ""
+    split = row["setting"].split()[0].lower().replace("-", "")
+    wanted = {
+        "data": line["data"],
+        "split": "iid" if line["bound"] == "pooled" else split,  # all images in one place
+        "scenario": split,
+        "encoder": line["encoder"],
+        **points(row),
+    }
+    paper = "fedca" if quoted(row) else row["paper"].lower()
+    found = {place: papers.find(place).points for place in papers.addresses(f"{paper}/*")}
+    fitting = [place for place, own in found.items() if own.items() <= wanted.items()]
+    return max(fitting, key=lambda place: len(found[place]))  # the ablation's before the main row
+
+
+def points(row: dict[str, str]) -> dict[str, str]:
+    """On the axis of the rows, and for an ablation on those of its parts."""
+    name = row["method"]
+    if name.startswith("aggregate="):
+        return {"row": "fedu", **dict(part.split("=") for part in name.split(";"))}
+    if few(row):
+        return {"row": "fedavg-10pct" if "_10pct" in row["metric"] else "fedavg-1pct"}
+    name = POINTS.get(name, name).lower().removesuffix("-supervised")
+    name = name.replace("fedca beta=", "beta-").replace("+", "-")
+    base, _, norm = name.rstrip(")").partition("(")
+    return {"row": (norm if base == "mfcl" else f"{base}-{norm}") if norm else base}
 
 
 def fraction(value: str, metric: str) -> str:

@@ -117,9 +117,7 @@ class Rounds:
 
     def run(self) -> float:
         """Images/s of one round, from the server's state to the server's state."""
-        result = self.p.server.step(
-            self.p.federation.clients, self.transport, self.state, next(self.exchanges)
-        )
+        result = self.p.server.step(self.transport, self.state, next(self.exchanges))
         self.state = result.server
         assert not result.failures
         return sum(m["images"] for m in result.metrics.values()) / result.seconds

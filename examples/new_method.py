@@ -1,4 +1,5 @@
 """FedUniform: alignment and uniformity on every client, FedAvg of encoder and projector.
+
 Wang & Isola, "Understanding Contrastive Representation Learning through Alignment and Uniformity
 on the Hypersphere", ICML 2020.
 
@@ -8,15 +9,16 @@ on the Hypersphere", ICML 2020.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong import OneNetwork
-from furlong.core.context import Batch, Context
-from furlong.methods.base import WEIGHTS_REVEAL, projecting
+from furlong.core.context import Batch
+from furlong.methods.base import WEIGHTS_REVEAL
+from furlong.methods.networks import Projecting, named_head
+from furlong.settings import setting
 
 
 def uniformity(z: Tensor) -> Tensor:
@@ -25,18 +27,14 @@ def uniformity(z: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedUniform(OneNetwork):
+class FedUniform(Projecting, OneNetwork):
     """Bring the views of an image together and spread the images over the sphere."""
 
-    paper: ClassVar[str] = "Wang & Isola 2020, averaged as in McMahan et al. 2017"
-    leaves: ClassVar[str] = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    paper = "Wang & Isola 2020, averaged as in McMahan et al. 2017"
+    leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
 
-    spread: float = 1.0  # λ; every field is an option: --method.spread 0.5
-    projection_head: str = "proj_128"
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone and projector: images B×C×H×W to projections B×d."""
-        return projecting(self.projection_head, ctx)
+    spread: float = setting(1.0, "The weight λ of the uniformity term.", at_least=0)
+    projection_head: str = named_head("proj_128")
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """Of two views of each image, B×C×S×S."""

@@ -18,7 +18,7 @@ def test_new_method_in_at_most_sixty_lines(prepared: Any) -> None:
 
     def finish(workers: int) -> bytes:
         with InProcess(p.method, p.federation, p.setup, workers) as transport:
-            *_, last = p.server.run(p.federation, transport, p.server.init())
+            *_, last = p.server.run(transport, p.server.init())
         assert not last.failures
         return bytes(pack(last.server))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from furlong.cli import app, take_dotted
+from furlong.cli import COMMANDS, application
 from furlong.runs import config
 
 ROOT = Path(__file__).parent.parent
@@ -50,17 +50,17 @@ def test_there_is_something_to_test() -> None:
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_commands_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    given, dotted = take_dotted(words)
-    assert given, "no command"
-    assert given[0] in list(app), f"there is no command {given[0]}"
-    _, bound, ignored = app.parse_args(given, exit_on_error=False, print_error=False)
+    assert words[:1], "no command"
+    assert words[0] in COMMANDS, f"there is no command {words[0]}"
+    _, bound, ignored = application().parse_args(words, exit_on_error=False, print_error=False)
     assert not ignored
-    assert not dotted or given[0] in ("run", "resume", "evaluate", "partition")
-    options = {k: v for k, v in bound.arguments.items() if k in config.SHORT}
-    file = bound.arguments.get("config_file")
-    if given[0] == "node":  # its options are not those of a run
+    if words[0] == "node":  # its options are not those of a run
         return
-    config.load(file if file and file.exists() else None, options | dotted)
+    given = {name.replace("__", "."): value for name, value in bound.arguments.items()}
+    known = {*config.SHORT, *config.all_facts()}
+    file = given.get("config_file")
+    options = {name: value for name, value in given.items() if name in known}
+    config.load(file if file and Path(file).exists() else None, options)
 
 
 def test_the_first_python_example_runs(tmp_path: Path) -> None:

@@ -1,25 +1,31 @@
-"""Furlong: learn one image encoder from many parties that cannot share their images."""
+"""Furlong: learn one image encoder from many parties that cannot share their images.
+
+Names are imported when they are used, so that ``import furlong`` and ``furlong --help`` are quick.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
 
-from collections.abc import Callable
-from typing import Any
-
-from furlong.core.federation import Federation
-from furlong.core.method import Local, Method, Report
-from furlong.core.payload import payload
-from furlong.data.images import ImageSet, load
-from furlong.data.partition import Partition, partition
-from furlong.errors import FurlongError
-from furlong.methods import METHODS
-from furlong.methods.base import Averaging, Model, OneNetwork
-from furlong.runs.config import Config, from_tree
-from furlong.runs.folder import load_encoder
-from furlong.runs.loop import Run, Status, resume
-from furlong.runs.loop import run as run_config
-from furlong.runs.prepare import prepare
+if TYPE_CHECKING:
+    from furlong.core.federation import Federation
+    from furlong.core.method import Local, Method, Report
+    from furlong.core.payload import payload
+    from furlong.data.images import ImageSet, load
+    from furlong.data.partition import Partition, partition
+    from furlong.errors import FurlongError
+    from furlong.methods import METHODS
+    from furlong.methods.base import Averaging, Model, OneNetwork
+    from furlong.runs.config import Config
+    from furlong.runs.folder import load_encoder
+    from furlong.runs.loop import Connect, Run, Say, Show
+    from furlong.runs.observers import Status
+    from furlong.runs.prepare import prepare
 
 __all__ = [
     "METHODS",
@@ -45,12 +51,39 @@ __all__ = [
     "run",
     "run_config",
 ]
+_WHERE = {
+    "core.federation": ("Federation",),
+    "core.method": ("Local", "Method", "Report"),
+    "core.payload": ("payload",),
+    "data.images": ("ImageSet", "load"),
+    "data.partition": ("Partition", "partition"),
+    "errors": ("FurlongError",),
+    "methods": ("METHODS",),
+    "methods.base": ("Averaging", "Model", "OneNetwork"),
+    "runs.config": ("Config",),
+    "runs.folder": ("load_encoder",),
+    "runs.loop": ("Run",),
+    "runs.observers": ("Status",),
+    "runs.prepare": ("prepare",),
+}
+_MODULE = {name: module for module, names in _WHERE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported from its module."""
+    if name not in _MODULE:
+        raise AttributeError(f"module 'furlong' has no attribute {name!r}")
+    return getattr(import_module(f"furlong.{_MODULE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def run(
     config: dict[str, Any] | None = None,
     *,
-    show: Callable[[Status], None] | None = None,
+    show: Show | None = None,
     **options: Any,
 ) -> Run:
     """A federated run from Python, with the options of ``furlong run``.
@@ -59,4 +92,42 @@ def run(
     a section go into ``config``: ``{"optimiser": {"lr": 0.1}, "method": {"threshold": 0.2}}``, or
     as ``**{"optimiser.lr": 0.1}``.
     """
+    from furlong.runs.config import from_tree
+
     return run_config(from_tree(config or {}, options, "furlong.run"), show)
+
+
+def run_config(
+    settings: Config,
+    show: Show | None = None,
+    say: Say = lambda _: None,
+    engine: Connect | None = None,
+) -> Run:
+    """A run from its configuration to its page; ``engine``: to nodes that wait already."""
+    from furlong.deploy.session import Session
+    from furlong.reports import page
+    from furlong.runs import loop
+
+    finished = loop.run(settings, show, say, engine or Session)
+    page.build(finished.folder)
+    return finished
+
+
+def resume(
+    run_folder: str | PathLike[str],
+    overrides: Mapping[str, Any] | None = None,
+    show: Show | None = None,
+    say: Say = lambda _: None,
+    engine: Connect | None = None,
+) -> Run:
+    """Go on with an interrupted run: the result has the same bits as without interruption.
+
+    ``overrides``: settings that may be given anew, see ``furlong resume --help``.
+    """
+    from furlong.deploy.session import Session
+    from furlong.reports import page
+    from furlong.runs import loop
+
+    finished = loop.resume(run_folder, overrides, show, say, engine or Session)
+    page.build(finished.folder)
+    return finished

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from furlong.errors import FurlongError
 
@@ -38,6 +38,24 @@ class Fact:
     at_most: float | None
     below: float | None
     infinite: bool  # infinity means something
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only values, if there are few."""
+        return tuple(map(str, get_args(self.kind))) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def values(self) -> str:
+        """What it may be, in words: ``a | b``, ``int``, ``int | none``."""
+        kinds = self.choices or get_args(self.kind) or (self.kind,)
+        names = [str(getattr(kind, "__name__", kind)) for kind in kinds]
+        return " | ".join(names).replace("NoneType", "none")
+
+    @property
+    def usual(self) -> str:
+        """The default, as one would type it."""
+        word = str(self.default)
+        return word.lower() if self.default is None or isinstance(self.default, bool) else word
 
     def check(self, value: Any, section: str) -> None:
         """Refuse a number outside of the bounds, and NaN; ``None`` and words pass."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,11 @@ import torch
 from conftest import Call, tiny
 
 import furlong
-from furlong.cli import take_dotted
+from furlong import cli
+from furlong.cli import COMMANDS, main
 from furlong.methods import METHODS
 from furlong.runs import loop
+from furlong.runs.config import Config, all_facts
 
 TINY = [
     "--method=fedsimclr", "--data=shapes", "--data.images=72", "--data.test-images=40",
@@ -38,27 +44,65 @@ def test_version_and_help(furlong_: Call) -> None:
         assert option in furlong_("run", "--help").out
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_says_what_they_say(command: str) -> None:
+    """The list is printed without importing the commands."""
+    place, about = COMMANDS[command]
+    module, function = place.split(":")
+    doc = getattr(import_module(f"furlong.cli.{module}"), function).__doc__
+    assert doc.splitlines()[0] == about
+
+
+@pytest.mark.parametrize("name", all_facts())
+def test_help_shows_every_setting(run_help: str, name: str) -> None:
+    assert f"--{name.replace('_', '-')} " in run_help
+
+
+@pytest.fixture(scope="module")
+def run_help() -> str:
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(cli.common.console, "width", 200)
+        with suppress(SystemExit):
+            main(["run", "--help"])
+    return out.getvalue()
+
+
 @pytest.mark.parametrize(
-    ("words", "rest", "taken"),
+    ("words", "taken"),
     [
-        ("run --a.b 3 --c 4", "run --c 4", {"a.b": "3"}),
-        ("run --a.b=3 x.toml", "run x.toml", {"a.b": "3"}),
-        ("run --a.b=x=y", "run", {"a.b": "x=y"}),
-        ("run --a.b= --c", "run --c", {"a.b": ""}),
-        ("run --a.b --c", "run --c", {"a.b": "true"}),
-        ("run --a.b", "run", {"a.b": "true"}),
-        ("run --a.b --c.d 2", "run", {"a.b": "true", "c.d": "2"}),
-        ("run --a.b -1e-3", "run", {"a.b": "-1e-3"}),
-        ("run --a.b 1 --a.b 2", "run", {"a.b": "2"}),
-        ("run --out=x.y --figure a.svg", "run --out=x.y --figure a.svg", {}),
-        ("run conf.toml -o.x", "run conf.toml -o.x", {}),
-        ("", "", {}),
+        ("--train.rounds 3 --epochs 4", {"train.rounds": 3, "train.epochs": 4}),
+        ("x.toml --train.rounds=3", {"train.rounds": 3, "train.epochs": 2}),
+        ("--train.rounds=3 x.toml", {"train.rounds": 3, "train.epochs": 2}),
+        ("--strict x.toml", {"data.strict": True, "train.epochs": 2}),
+        ("--data.strict --rounds 3", {"data.strict": True, "train.rounds": 3}),
+        ("--data.strict", {"data.strict": True}),
+        ("--data.strict false", {"data.strict": False}),
+        ("--data.strict=no", {"data.strict": False}),
+        ("--data.root x=y", {"data.root": "x=y"}),
+        ("--data.root=x=y", {"data.root": "x=y"}),
+        ("--data.root=", {"data.root": ""}),
+        ("--data.root none", {"data.root": None}),
+        ("--optimiser.lr 1e-3 --optimiser.weight_decay 0", {"optimiser.weight_decay": 0.0}),
+        ("--train.rounds 3 --train.rounds 4", {"train.rounds": 4}),
+        ("--rounds 3 --train.rounds 4", {"train.rounds": 4}),
+        ("--method fedu --method.threshold 0.2", {"method.name": "fedu", "method.threshold": 0.2}),
+        ("--method.symmetric --method.decay 0.5", {"method.symmetric": True, "method.decay": 0.5}),
+        ("--method.symmetric false", {"method.symmetric": False}),
+        ("--method fedbyol --method.bn-stats local", {"method.bn_stats": "local"}),
     ],
 )
-def test_take_dotted(words: str, rest: str, taken: dict[str, str]) -> None:
-    given = words.split()
-    assert take_dotted(given) == (rest.split(), taken)
-    assert given == words.split()
+def test_settings_are_options(furlong_: Call, words: str, taken: Any, monkeypatch: Any) -> None:
+    found = []
+
+    def note(settings: Config, *_: Any) -> None:
+        found.append(settings)
+        raise KeyboardInterrupt
+
+    Path("x.toml").write_text("[train]\nepochs = 2\n")
+    monkeypatch.setattr(loop, "run", note)
+    assert furlong_("run", *words.split()).code == 130
+    tree = asdict(found[0])
+    assert {name: tree[name.split(".")[0]][name.split(".")[1]] for name in taken} == taken
 
 
 # ---------------------------------------------------------------- methods
@@ -195,13 +239,13 @@ def test_partition_depends_on_the_seed(furlong_: Call) -> None:
     [
         ("methods fedemma", "unknown method 'fedemma'. Did you mean 'fedema'?"),
         ("methods fedu --encoder resnet19", "resnet18"),
-        ("methods fedu --method.threshold 1", "'furlong methods' takes no --method.threshold"),
+        ("methods fedu --method.threshold 1", "Unknown option: --method.threshold"),
         ("run --method fedemma", "unknown method 'fedemma'. Did you mean 'fedema'?"),
         ("run --clinets 3", "--clients"),
-        ("run --rounds many", "--rounds"),
+        ("run --rounds many", "train.rounds is 'many'; it must be a whole number"),
         ("run --rounds 0", "train.rounds is 0; it must be at least 1"),
         ("run --method.treshold 0.2", "Did you mean 'threshold'?"),
-        ("run --optimizer.lr 0.2", "Did you mean 'optimiser'?"),
+        ("run --optimizer.lr 0.2", "Did you mean --optimiser.lr?"),
         ("run --optimiser.lr fast", "optimiser.lr is 'fast'; it must be a number"),
         ("run --bound singel", "Did you mean 'single'?"),
         ("run --engine flowers", "Valid: flower, inprocess"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -386,7 +386,7 @@ def first_round() -> tuple[Prepared, list[Report[Any]]]:
     p, found = prepare(five()), []
     p.server.watch = lambda _, report: found.append(report)
     with InProcess(p.method, p.federation, p.setup) as transport:
-        p.server.step(p.federation.clients, transport, p.server.init(), p.server.exchanges()[0])
+        p.server.step(transport, p.server.init(), p.server.exchanges()[0])
     return p, found
 
 
@@ -397,7 +397,7 @@ def attacked(first: tuple[Prepared, list[Report[Any]]], rule: str, forge: Any) -
     method = Ruled(p.method, ServerSettings(rule=rule))  # type: ignore[arg-type]
     server = Server(method, p.setup, tell=told.append)
     transport = Replay(reports, forge)
-    result = server.step(p.federation.clients, transport, server.init(), server.exchanges()[0])
+    result = server.step(transport, server.init(), server.exchanges()[0])
     return result, told
 
 
@@ -432,7 +432,7 @@ def test_one_bad_client_in_five(first_round: Any, rule: str, attack: str) -> Non
 
 def finished(p: Prepared, workers: int = 1) -> tuple[Any, bytes]:
     with InProcess(p.method, p.federation, p.setup, workers) as transport:
-        *_, last = p.server.run(p.federation, transport, p.server.init())
+        *_, last = p.server.run(transport, p.server.init())
     assert not last.failures
     return last.server, bytes(pack(last.server))
 
@@ -508,18 +508,21 @@ def test_wrappers_pass_everything_on() -> None:
     everything = {name for name in vars(Method) if not name.startswith("_")}
     for wrapper, own in ((Ruled, set()), (Alone, {"outline", "caution"})):  # it sends nothing
         same = {n for n in everything if getattr(wrapper, n) is getattr(Method, n)}
-        assert same == {"paper", "keeps", "leaves", *own}  # which are asked of the class
+        # the first three are asked of the class, and bn_stats is a field
+        assert same == {"paper", "keeps", "leaves", "bn_stats", *own}
 
     @dataclass(frozen=True)
     class Scoring(FedSimCLR):
-        usual_augment: ClassVar[str] = "flip"
+        usual_augment = "flip"
 
         def classifier(self, server: Model, ctx: Any) -> Any:
             return server, ctx.setup.sizes
 
     p = prepare(five())
-    for wrapper in (Alone(Scoring()), Ruled(Scoring(), ServerSettings(rule="median"))):
+    inner = Scoring(bn_stats="recalibrate")
+    for wrapper in (Alone(inner), Ruled(inner, ServerSettings(rule="median"))):
         assert wrapper.usual_augment == "flip"
+        assert wrapper.bn_stats == "recalibrate"
         server = Server(wrapper, p.setup)
         score: Any = wrapper.classifier(server.init(), server.context(Exchange(0)))
         assert isinstance(score[0], Model)

@@ -120,7 +120,7 @@ def test_round_goes_on_without_the_refused(prepared: Any, kind: str) -> None:
     def one(bad: bool) -> Any:
         with Hostile(p.method, p.federation, p.setup) as transport:
             transport.bad = bad
-            return p.server.step(p.federation.clients, transport, p.server.init(), exchange)
+            return p.server.step(transport, p.server.init(), exchange)
 
     attacked = one(True)
     if kind == "duplicate":
@@ -150,8 +150,6 @@ def test_replies_that_break_the_check_are_refused(prepared: Any) -> None:
                 yield client, replace(reply, upload=deep) if client == 1 else reply
 
     with Hostile(p.method, p.federation, p.setup) as transport:
-        result = p.server.step(
-            p.federation.clients, transport, p.server.init(), p.server.exchanges()[0]
-        )
+        result = p.server.step(transport, p.server.init(), p.server.exchanges()[0])
     assert sorted(result.metrics) == [0, 2]
     assert result.failures[0].client == 1

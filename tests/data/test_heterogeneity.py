@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.data.heterogeneity import (
-    angles,
     beta_cib,
     beta_hetero,
     count_false_negatives,
@@ -120,17 +119,3 @@ def test_false_negatives_per_query_and_refusals() -> None:
         false_negative_ratios(2, 5, 5)
     with pytest.raises(FurlongError, match="empty bank"):
         count_false_negatives(torch.tensor([0]), torch.tensor([], dtype=torch.int64))
-
-
-def test_angles() -> None:
-    h = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
-    turn = math.radians(20)
-    rotation = torch.tensor([[math.cos(turn), math.sin(turn)], [-math.sin(turn), math.cos(turn)]])
-    assert angles(h, h).abs().max() == 0
-    assert torch.allclose(angles(h, 3 * h), torch.zeros(50, dtype=torch.float64), atol=1e-5)
-    twenty = torch.full((50,), 20.0, dtype=torch.float64)
-    assert torch.allclose(angles(h, h @ rotation), twenty, atol=1e-4)
-    assert torch.allclose(angles(h, -h), twenty * 9)
-    assert angles(torch.zeros(1, 2), torch.ones(1, 2)).item() == pytest.approx(90)
-    with pytest.raises(FurlongError, match="one shape"):
-        angles(h, h[:4])

@@ -112,7 +112,8 @@ def test_refusals(arguments: dict[str, int | str], message: str) -> None:
 def test_a_random_encoder_does_not_solve_it() -> None:
     """Learnable is shown by the demo; here, that the class is not in the pixels' surface."""
     from furlong.data.augment import preset
-    from furlong.evaluation import features, linear_probe
+    from furlong.evaluation.features import features
+    from furlong.evaluation.linear import linear_probe
     from furlong.nn.encoders import build_encoder
 
     plain = preset("shapes", 32).plain

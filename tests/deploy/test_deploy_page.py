@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from furlong.deploy.processes import free_port
+from furlong.deploy.addresses import free_port
 
 pytest.importorskip("flwr")
 pytestmark = [

@@ -20,14 +20,8 @@ from typing import Any
 import pytest
 from conftest import tiny
 
-from furlong.deploy.processes import (
-    environment,
-    free_port,
-    program,
-    running,
-    wait_healthy,
-    write_connection,
-)
+from furlong.deploy.addresses import free_port
+from furlong.deploy.processes import environment, program, running, wait_healthy
 from furlong.runs import loop
 from furlong.runs.config import Config
 
@@ -259,6 +253,8 @@ def test_a_simulation_of_a_hundred_clients(tmp_path: Path) -> None:
 @slow
 def test_plain_flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``flwr run`` with what ``furlong flower-app`` writes; Flower starts a process per message."""
+    from furlong.deploy.superlink import write_connection
+
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     for name, value in environment(tmp_path / "home").items():
         monkeypatch.setenv(name, value)
@@ -267,7 +263,7 @@ def test_plain_flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config.write_text(settings("fedsimclr", out=str(tmp_path / "run"), **options).toml())
     app = str(tmp_path / "app")
     subprocess.run([*FURLONG, "flower-app", app, str(config)], timeout=PATIENCE, check=True)
-    write_connection(tmp_path / "home", "127.0.0.1", port, None)
+    write_connection(tmp_path / "home", f"127.0.0.1:{port}", None)
     with ExitStack() as ends:
 
         def start(name: str, *words: str) -> subprocess.Popen[bytes]:

@@ -1,6 +1,6 @@
 """Sites and servers that mean harm, and moments at which things break; no Flower needed."""
 
-# ruff: noqa: F811, ARG001 - fixtures of another file, and callbacks
+# ruff: noqa: ARG001 - callbacks
 
 from __future__ import annotations
 
@@ -14,29 +14,35 @@ from typing import Any
 
 import pytest
 import torch
-from test_remote import (  # noqa: F401
+from federations import (
     Direct,
     Killed,
+    draw_scans,
     failures,
     flower,
+    go_on,
     hello,
-    in_process,
     owners,
     parts,
-    scans,
     sites,
+    train,
     weights,
 )
 
 from furlong.core.payload import pack_tensors, unpack
-from furlong.deploy.node import Own, Site
+from furlong.deploy.node import OwnImages, Site
 from furlong.engines import remote
-from furlong.engines.remote import Letter, question
+from furlong.engines.remote import Reply, question
 from furlong.errors import FurlongError
 from furlong.runs import loop
-from furlong.runs.prepare import told
+from furlong.runs.nodes import told
 
 NAMES = ["amber", "blue", "coral"]
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    return draw_scans(tmp_path)
 
 
 def asked(site: Site, settings: Any, **changed: Any) -> tuple[dict[str, Any], bytes]:
@@ -52,7 +58,7 @@ def words_of(site: Site, settings: Any, **changed: Any) -> str:
 
 def test_leak_missing_folder(tmp_path: Path) -> None:
     site = Site(
-        tmp_path / "s", Own(f"folder:{tmp_path / 'secret-place'}"), name="amber", device="cpu"
+        tmp_path / "s", OwnImages(f"folder:{tmp_path / 'secret-place'}"), name="amber", device="cpu"
     )
     said = words_of(site, sites(tmp_path))
     assert "secret-place" not in said
@@ -61,7 +67,10 @@ def test_leak_missing_folder(tmp_path: Path) -> None:
 def test_leak_strict_names(tmp_path: Path, scans: Path) -> None:
     (scans / "amber" / "Mr-Smith-1961.png").write_bytes(b"broken")
     site = Site(
-        tmp_path / "s", Own(f"folder:{scans / 'amber'}", strict=True), name="amber", device="cpu"
+        tmp_path / "s",
+        OwnImages(f"folder:{scans / 'amber'}", strict=True),
+        name="amber",
+        device="cpu",
     )
     said = words_of(site, sites(tmp_path))
     assert "Smith" not in said
@@ -79,15 +88,15 @@ def test_leak_state_folder(tmp_path: Path, scans: Path) -> None:
     made = owners(scans, tmp_path, NAMES)
     made[1].folder.mkdir()
     (made[1].folder / "runs").write_text("in the way")
-    loop.run(sites(tmp_path, "fedema"), wire=Direct(made, up=listen))
+    train(sites(tmp_path, "fedema"), wire=Direct(made, up=listen))
     assert str(tmp_path) not in " ".join(said)
 
 
 def test_hello_failed_reason_is_shown(tmp_path: Path, scans: Path) -> None:
     made = owners(scans, tmp_path, NAMES)
-    made[1].own = Own(f"folder:{tmp_path / 'gone'}")
+    made[1].own = OwnImages(f"folder:{tmp_path / 'gone'}")
     said: list[str] = []
-    loop.run(sites(tmp_path, **{"flower.wait": 0.3}), say=said.append, wire=Direct(made))
+    train(sites(tmp_path, **{"flower.wait": 0.3}), say=said.append, wire=Direct(made))
     mine = [s for s in said if "take part" in s]
     assert not any("None images" in s for s in mine)
 
@@ -116,7 +125,7 @@ def hostile_hello(**changed: Any) -> Any:
 def test_hostile_hello(tmp_path: Path, scans: Path, changed: dict[str, Any]) -> None:
     said: list[str] = []
     wire = Direct(owners(scans, tmp_path, NAMES), up=hostile_hello(**changed))
-    loop.run(sites(tmp_path, **{"flower.wait": 0.3}), say=said.append, wire=wire)
+    train(sites(tmp_path, **{"flower.wait": 0.3}), say=said.append, wire=wire)
     assert max(map(len, said)) < 5000
 
 
@@ -129,7 +138,7 @@ def test_hostile_late_join(tmp_path: Path, scans: Path) -> None:
             wire.away = set()
 
     wire.before = come
-    loop.run(sites(tmp_path, **{"flower.wait": 0.1, "rounds": 3}), wire=wire)
+    train(sites(tmp_path, **{"flower.wait": 0.1, "rounds": 3}), wire=wire)
 
 
 def test_kept_for_ever(tmp_path: Path) -> None:
@@ -155,7 +164,7 @@ def test_kept_for_ever(tmp_path: Path) -> None:
     wire.sites[101].answer = lambda h, b=b"": (
         Site.answer(wire.sites[101], h, b) if h["kind"] == "hello" else ({}, b"")
     )  # type: ignore[method-assign]
-    loop.run(flower(tmp_path, **{"run.deadline": 10}), wire=wire)
+    train(flower(tmp_path, **{"run.deadline": 10}), wire=wire)
     assert sent[0] <= 4
 
 
@@ -176,7 +185,7 @@ def test_drip(tmp_path: Path) -> None:
     wire.sites[101].answer = lambda h, b=b"": (
         Site.answer(wire.sites[101], h, b) if h["kind"] == "hello" else ({}, b"")
     )  # type: ignore[method-assign]
-    loop.run(flower(tmp_path, **{"run.deadline": 5, "rounds": 1}), wire=wire)
+    train(flower(tmp_path, **{"run.deadline": 5, "rounds": 1}), wire=wire)
     assert fetched[0] < 10
 
 
@@ -197,7 +206,7 @@ def test_hostile_shapes(tmp_path: Path, shape: list[int]) -> None:
         mine = body and unpack(bytearray(body)).client == 1
         return (header, bad) if mine else (header, body)
 
-    loop.run(flower(tmp_path), wire=Direct(parts(tmp_path), up=up))
+    train(flower(tmp_path), wire=Direct(parts(tmp_path), up=up))
 
 
 # ------------------------------------------------------------- identity
@@ -220,7 +229,7 @@ def test_restarted_node_with_a_new_id_is_taken_when_the_old_one_goes(
 
     wire.before = swap
     said: list[str] = []
-    loop.run(flower(tmp_path, rounds=7), say=said.append, wire=wire)
+    train(flower(tmp_path, rounds=7), say=said.append, wire=wire)
     assert not failures(tmp_path)[-1]
 
 
@@ -240,7 +249,7 @@ class Slow(Direct):
             self.late[ticket] = time.monotonic() + 0.6 * (node - 100)
         return ticket
 
-    def receive(self, tickets: Any) -> list[Letter]:
+    def receive(self, tickets: Any) -> list[Reply]:
         now = time.monotonic()
         return super().receive([t for t in tickets if self.late.get(t, 0) < now])
 
@@ -255,8 +264,8 @@ def test_resume_of_sites_waits_for_all(tmp_path: Path, scans: Path) -> None:
 
     wire.before = kill
     with pytest.raises(Killed):
-        loop.run(sites(tmp_path, "fedema"), wire=wire)
-    loop.resume(tmp_path / "run", wire=Slow(owners(scans, tmp_path, NAMES)))
+        train(sites(tmp_path, "fedema"), wire=wire)
+    go_on(tmp_path / "run", wire=Slow(owners(scans, tmp_path, NAMES)))
     assert failures(tmp_path) == [[], []]
 
 
@@ -284,20 +293,20 @@ def test_resume_after_late_join_killed_between_two_files(
     wire.before = come
     monkeypatch.setattr(RunFolder, "write", killed)
     with pytest.raises(Killed):
-        loop.run(sites(tmp_path, **{"flower.wait": 0.1, "rounds": 4}), wire=wire)
+        train(sites(tmp_path, **{"flower.wait": 0.1, "rounds": 4}), wire=wire)
     monkeypatch.setattr(RunFolder, "write", write)
-    loop.resume(tmp_path / "run", wire=Direct(owners(scans, tmp_path, NAMES)))
+    go_on(tmp_path / "run", wire=Direct(owners(scans, tmp_path, NAMES)))
 
 
 def test_failed_start_leaves_nothing(tmp_path: Path, scans: Path) -> None:
     wire = Direct(owners(scans, tmp_path, NAMES))
     wire.away = {100}
     with pytest.raises(FurlongError, match="needs labels"):
-        loop.run(sites(tmp_path, "fedavg", **{"flower.wait": 0.1}), wire=wire)
+        train(sites(tmp_path, "fedavg", **{"flower.wait": 0.1}), wire=wire)
     wire.away = set()
     assert not (tmp_path / "run" / "federation.json").exists()
     again = Direct(owners(scans, tmp_path, NAMES))
-    loop.run(sites(tmp_path, "fedu"), wire=again)
+    train(sites(tmp_path, "fedu"), wire=again)
     first = {
         h["client"] for _, h, _ in again.sent if h["kind"] == "work" and not h["exchange"]["round"]
     }
@@ -321,7 +330,7 @@ def test_state_of_an_abandoned_time(tmp_path: Path) -> None:
     b.mkdir()
     wire = Direct(parts(a))
     gone(wire)
-    one = weights(loop.run(flower(a, "fedema", **opts), wire=wire))
+    one = weights(train(flower(a, "fedema", **opts), wire=wire))
     fa = failures(a)
     wire = Direct(parts(b))
     saved = loop.checkpoint.save
@@ -334,7 +343,7 @@ def test_state_of_an_abandoned_time(tmp_path: Path) -> None:
     loop.checkpoint.save = dying
     try:
         with pytest.raises(Killed):
-            loop.run(flower(b, "fedema", **opts), wire=wire)
+            train(flower(b, "fedema", **opts), wire=wire)
     finally:
         loop.checkpoint.save = saved
     wire = Direct(parts(b))
@@ -345,7 +354,7 @@ def test_state_of_an_abandoned_time(tmp_path: Path) -> None:
             wire.away = set()
 
     wire.before = before
-    two = weights(loop.resume(b / "run", wire=wire))
+    two = weights(go_on(b / "run", wire=wire))
     assert [[f["client"] for f in line] for line in fa] == [
         [f["client"] for f in line] for line in failures(b)
     ]
@@ -369,7 +378,7 @@ def test_lost_answers_do_not_move_the_state(tmp_path: Path) -> None:
             else (header, body)
         )
 
-    one = weights(loop.run(flower(a, "fedema", **opts), wire=Direct(parts(a), down)))
+    one = weights(train(flower(a, "fedema", **opts), wire=Direct(parts(a), down)))
     lost: list[bool] = [False]
 
     def note(header: dict[str, Any], body: bytes) -> Any:
@@ -381,7 +390,7 @@ def test_lost_answers_do_not_move_the_state(tmp_path: Path) -> None:
     def up(header: dict[str, Any], body: bytes) -> Any:  # the answer never arrives
         return None if lost[0] else (header, body)
 
-    two = weights(loop.run(flower(b, "fedema", **opts), wire=Direct(parts(b), note, up)))
+    two = weights(train(flower(b, "fedema", **opts), wire=Direct(parts(b), note, up)))
     assert failures(a) == failures(b)
     assert one == two
 
@@ -395,7 +404,7 @@ def test_state_loss_is_told(tmp_path: Path) -> None:
 
     wire.before = lose
     said: list[str] = []
-    loop.run(flower(tmp_path, "fedema", rounds=3), say=said.append, wire=wire)
+    train(flower(tmp_path, "fedema", rounds=3), say=said.append, wire=wire)
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
     assert [line["clients"][str(k)].get("state_lost") for k in range(3)] == [1.0] * 3
 
@@ -417,13 +426,10 @@ def test_images_change_without_a_hello(tmp_path: Path, scans: Path, change: int)
                     files[i].unlink()
                 else:
                     shutil.copy(files[i], scans / "blue" / f"zz{i}.png")
-            from furlong.deploy.node import _loaded
-
-            _loaded.cache_clear()
             wire.sites[101] = owners(scans, tmp_path, ["blue"])[0]
 
     wire.before = before
-    loop.run(sites(tmp_path), wire=wire)
+    train(sites(tmp_path), wire=wire)
     assert "20" in failures(tmp_path)[1][0]["reason"]
 
 
@@ -527,7 +533,7 @@ def test_encoder_of_a_hostile_server_runs_no_code(tmp_path: Path, scans: Path) -
 )
 def test_sites_with(tmp_path: Path, scans: Path, options: dict[str, Any]) -> None:
     wire = Direct(owners(scans, tmp_path, NAMES))
-    loop.run(sites(tmp_path, "fedu", **options), wire=wire)
+    train(sites(tmp_path, "fedu", **options), wire=wire)
     assert not any(failures(tmp_path))
 
 
@@ -535,23 +541,31 @@ def test_sites_with(tmp_path: Path, scans: Path, options: dict[str, Any]) -> Non
 def test_sites_cannot(tmp_path: Path, scans: Path, options: dict[str, Any]) -> None:
     wire = Direct(owners(scans, tmp_path, NAMES))
     with pytest.raises(FurlongError, match="data = sites"):
-        loop.run(sites(tmp_path, "fedu", **options), wire=wire)
+        train(sites(tmp_path, "fedu", **options), wire=wire)
     assert not any(header["kind"] == "work" for _, header, _ in wire.sent)
 
 
 # ------------------------------------------------------------- memory
 
 
-def test_answers_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All clients are asked at once: what is held is not bounded by _HELD."""
-    monkeypatch.setattr(remote, "_HELD", 1)
-    held: list[int] = []
-    whole = remote._Talks._hear
+class Counting(Direct):
+    """Counts the clients whose answers are awaited."""
 
-    def look(self: Any) -> bool:
-        held.append(len(self._talks))
-        return whole(self)
+    awaited = 0
 
-    monkeypatch.setattr(remote._Talks, "_hear", look)
-    loop.run(flower(tmp_path), wire=Direct(parts(tmp_path)))
-    assert max(held) == 1, max(held)
+    def receive(self, tickets: Any) -> list[Reply]:
+        asked = {int(ticket) for ticket in tickets}
+        work = [self.sent[ticket] for ticket in asked if self.sent[ticket][1]["kind"] == "work"]
+        self.awaited = max(self.awaited, len(work))
+        return super().receive(tickets)
+
+
+@pytest.mark.parametrize(("held", "awaited"), [(1, 1), (1 << 30, 3)])
+def test_answers_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, awaited: int
+) -> None:
+    """Clients are asked at once, as far as their answers fit into memory."""
+    monkeypatch.setattr(remote, "HELD", held)
+    wire = Counting(parts(tmp_path))
+    train(flower(tmp_path), wire=wire)
+    assert wire.awaited == awaited

@@ -5,18 +5,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny
-from test_remote import Direct, failures, flower, hello, in_process, parts, weights
+from federations import Direct, failures, flower, hello, in_process, parts, train, weights
 
-from furlong.deploy.node import Own, Site, StateFiles, without_paths
+from furlong.cli import main
+from furlong.deploy.disclosure import disclosure
+from furlong.deploy.node import OwnImages, Site, without_paths
+from furlong.deploy.states import StateFiles
 from furlong.runs import loop
 from furlong.runs.config import from_tree
-from furlong.runs.prepare import told
+from furlong.runs.nodes import told
 
 BAD = """
 import os, signal, time
@@ -54,7 +58,7 @@ def test_one_bad_node(tmp_path: Path, how: str, kind: str, reason: str) -> None:
     options = {"rounds": 3, "method.how": how, "run.deadline": 5}
     settings = flower(tmp_path, f"{tmp_path / 'bad.py'}:Bad", **options)
     sites = parts(tmp_path, isolate=True, code=True)
-    loop.run(settings, wire=Direct(sites))
+    train(settings, wire=Direct(sites))
     found = failures(tmp_path)
     assert [[f["client"] for f in line] for line in found] == [[], [2], []]
     assert found[1][0]["kind"] == kind
@@ -62,7 +66,7 @@ def test_one_bad_node(tmp_path: Path, how: str, kind: str, reason: str) -> None:
 
 
 def test_isolated_clients_give_the_same_bits(tmp_path: Path) -> None:
-    run = loop.run(flower(tmp_path, "fedema"), wire=Direct(parts(tmp_path, isolate=True)))
+    run = train(flower(tmp_path, "fedema"), wire=Direct(parts(tmp_path, isolate=True)))
     assert weights(run) == in_process(tmp_path, "fedema")
 
 
@@ -74,7 +78,7 @@ def test_a_full_disk_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     put = StateFiles.put
     monkeypatch.setattr(StateFiles, "put", full)
-    loop.run(flower(tmp_path, "fedema"), wire=Direct(parts(tmp_path)))
+    train(flower(tmp_path, "fedema"), wire=Direct(parts(tmp_path)))
     for line in failures(tmp_path):
         assert [(f["client"], "No space left" in f["reason"]) for f in line] == [(2, True)]
 
@@ -116,7 +120,7 @@ def test_lossy_transport(tmp_path: Path, encoding: str) -> None:
 
     wire = Direct(parts(tmp_path), up=listen)
     options = {"flower.encoding": encoding, "rounds": 3, "optimiser.lr": 0.01}
-    lossy = loop.run(flower(tmp_path, **options), wire=wire)
+    lossy = train(flower(tmp_path, **options), wire=wire)
     exact_sizes: list[int] = []
 
     def measure(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
@@ -125,7 +129,7 @@ def test_lossy_transport(tmp_path: Path, encoding: str) -> None:
 
     exact = Direct(parts(tmp_path / "again"), up=measure)
     same = {k: v for k, v in options.items() if k != "flower.encoding"}
-    run = loop.run(flower(tmp_path / "exact", **same), wire=exact)
+    run = train(flower(tmp_path / "exact", **same), wire=exact)
     assert max(up) < max(exact_sizes) * {"float16": 0.56, "int8": 0.32}[encoding]
     assert kept
     ours, theirs = (
@@ -139,28 +143,47 @@ def test_lossy_transport(tmp_path: Path, encoding: str) -> None:
 # ---------------------------------------------------------------- what would leave
 
 
+def site_of(folder: Path, **options: Any) -> Site:
+    """A site with fifty images that agrees to a run."""
+    given = {"data": "sites", "data.image_size": 16, **options}
+    own = OwnImages("shapes", limit=50)
+    return Site(folder, own, name="amber", agree=from_tree({}, given, "test"))
+
+
 def test_what_would_leave(tmp_path: Path) -> None:
-    given = {"method": "fedsimclr", "data": "sites", "data.image_size": 16, "clients": 4}
-    settings = from_tree({}, {**given, "rounds": 7}, "test")
-    site = Site(tmp_path, Own("shapes", limit=50), name="amber")
-    leaving = site.leaving(settings)
-    assert leaving.visits == 7
-    assert leaving.others == 3
-    assert "amber" in leaving.hello
-    assert "50" in leaving.hello
-    assert {row.kind for row in leaving.rows} <= {"weights", "BatchNorm", "numbers"}
-    once = sum(row.bytes for row in leaving.rows)
-    assert leaving.total == 7 * once
+    found = disclosure(site_of(tmp_path, method="fedsimclr", clients=4, rounds=7))
+    assert (found.images, found.answers) == (50, 7)
+    assert {field.kind for field in found.fields} <= {"params", "buffers"}
+    once = sum(field.bytes for field in found.fields)
+    assert found.total == 7 * once
     run = loop.run(tiny("fedsimclr", out=str(tmp_path / "run"), **{"evaluate.probe": "none"}))
     line = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert abs(line["bytes_up"] / 3 - once) < 200  # the report's own numbers
 
 
 def test_features_are_called_features(tmp_path: Path) -> None:
-    given = {"method": "fcl", "data": "sites", "data.image_size": 16, "clients": 2, "rounds": 2}
-    settings = from_tree({}, {**given, "method.bank": 16, "method.neighbours": 3}, "test")
-    rows = Site(tmp_path, Own("shapes", limit=50), name="amber").leaving(settings).rows
-    assert any(row.kind == "features" for row in rows)
+    given = {"method": "fcl", "clients": 2, "rounds": 2, "method.bank": 16, "method.neighbours": 3}
+    assert any(field.kind == "features" for field in disclosure(site_of(tmp_path, **given)).fields)
+
+
+def test_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command shows it, sends nothing, and names no path but those that were given."""
+    monkeypatch.setenv("COLUMNS", "200")
+    agree = tmp_path / "agree.toml"
+    settings = site_of(tmp_path, method="fedsimclr", clients=4, rounds=7).agree
+    assert settings is not None
+    agree.write_text(settings.toml())
+    words = ["node", "--data", "shapes", "--images", "50", "--name", "amber", "--dry-run"]
+    with suppress(SystemExit):
+        main([*words, "--agree", str(agree), "--state", str(tmp_path / "state")])
+    said = capsys.readouterr().out
+    assert "amber" in said
+    assert "50" in said
+    assert "7 answers" in said
+    assert str(tmp_path) not in said
+    assert not (tmp_path / "state").exists()
 
 
 # ---------------------------------------------------------------- what must not leave
@@ -185,7 +208,7 @@ def test_paths_are_cut_out(text: str, safe: str) -> None:
 
 def test_a_folder_that_vanished_is_not_named_to_the_server(tmp_path: Path) -> None:
     said: list[str] = []
-    site = Site(tmp_path, Own(f"folder:{tmp_path / 'gone'}"), name="amber", say=said.append)
+    site = Site(tmp_path, OwnImages(f"folder:{tmp_path / 'gone'}"), name="amber", say=said.append)
     given = {"method": "fedsimclr", "data": "sites", "data.image_size": 16, "clients": 2}
     told_ = told(from_tree({}, given, "test"))
     answer, _ = site.answer({**hello(), "config": told_})

@@ -509,7 +509,7 @@ def test_methods_run_on_it(prepared: Any, name: str) -> None:
                 yield client, replace(reply, upload=decode(packed, down))
 
     with Lossy(p.method, p.federation, p.setup) as transport:
-        results = list(p.server.run(p.federation, transport, p.server.init()))
+        results = list(p.server.run(transport, p.server.init()))
     assert not [failure for result in results for failure in result.failures]
     assert first_nonfinite(results[-1].server) is None
     assert not [text for text in told if "left out" in text]

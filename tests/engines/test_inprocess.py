@@ -54,7 +54,7 @@ def test_a_client_that_raises_is_named(prepared: Any, workers: int) -> None:
     method = faulty(p)
     server = Server(method, p.setup)
     with InProcess(method, p.federation, p.setup, workers) as transport:
-        results = list(server.run(p.federation, transport, server.init()))
+        results = list(server.run(transport, server.init()))
     assert len(results) == 2
     for result in results:
         assert sorted(result.metrics) == [0, 2]
@@ -68,7 +68,7 @@ def test_a_worker_that_dies_is_replaced(prepared: Any) -> None:
     method = faulty(p, how="die")
     server = Server(method, p.setup)
     with InProcess(method, p.federation, p.setup, 2) as transport:
-        results = list(server.run(p.federation, transport, server.init()))
+        results = list(server.run(transport, server.init()))
     for result in results:
         assert sorted(result.metrics) == [0, 2]
         assert "SIGKILL" in result.failures[0].reason
@@ -83,7 +83,7 @@ def test_if_everybody_fails_the_run_stops(prepared: Any) -> None:
         InProcess(method, p.federation, p.setup) as transport,
         pytest.raises(FurlongError, match=r"no client could.*bad scanner"),
     ):
-        list(server.run(p.federation, transport, server.init()))
+        list(server.run(transport, server.init()))
 
 
 def test_closing_leaves_no_process_and_no_descriptor(prepared: Any) -> None:
@@ -91,7 +91,7 @@ def test_closing_leaves_no_process_and_no_descriptor(prepared: Any) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with InProcess(p.method, p.federation, p.setup, 2) as transport:
         workers = [w.process.pid for w in transport._pool]
-        list(p.server.run(p.federation, transport, p.server.init()))
+        list(p.server.run(transport, p.server.init()))
     assert len(os.listdir("/proc/self/fd")) <= before + 1
     for pid in workers:
         with pytest.raises(ProcessLookupError):
@@ -117,7 +117,7 @@ def test_a_tiny_budget_changes_nothing(prepared: Any) -> None:
 
     def finish(budget: int) -> bytes:
         with InProcess(p.method, p.federation, p.setup, 2, BlobStore(budget)) as transport:
-            *_, last = p.server.run(p.federation, transport, p.server.init())
+            *_, last = p.server.run(transport, p.server.init())
             return bytes(pack(last.server))
 
     assert finish(0) == finish(1 << 30)
@@ -171,9 +171,11 @@ def test_an_idle_worker_that_dies_is_replaced(prepared: Any) -> None:
     with InProcess(p.method, p.federation, p.setup, 2) as transport:
         os.kill(transport._pool[1].process.pid, signal.SIGKILL)
         transport._pool[1].process.join()
-        result = p.server.step([0], transport, p.server.init(), p.server.exchanges()[0])
+        result = p.server.step(
+            transport, p.server.init(), replace(p.server.exchanges()[0], clients=(0,))
+        )
         assert not result.failures
-        again = p.server.step([0, 1, 2], transport, result.server, p.server.exchanges()[1])
+        again = p.server.step(transport, result.server, p.server.exchanges()[1])
     assert not again.failures
 
 
@@ -204,7 +206,7 @@ def test_a_diverged_client_keeps_its_old_state(prepared: Any, workers: int) -> N
     method = Diverges(projection_head=p.method.projection_head)
     server = Server(method, p.setup)
     with InProcess(method, p.federation, p.setup, workers) as transport:
-        one, two = list(server.run(p.federation, transport, server.init()))
+        one, two = list(server.run(transport, server.init()))
     assert [f.client for f in one.failures] == [1]
     assert "diverged" in one.failures[0].reason
     assert not two.failures
@@ -233,7 +235,7 @@ def test_an_exchange_ends_by_its_deadline(prepared: Any, workers: int) -> None:
     with InProcess(method, p.federation, p.setup, workers, deadline=1.5) as transport:
         old = [w.process.pid for w in transport._pool]
         assert len(old) == workers
-        results = list(server.run(p.federation, transport, server.init()))
+        results = list(server.run(transport, server.init()))
         new = [w.process.pid for w in transport._pool]
     missed = [1, 2] if workers == 1 else [1]
     for result in results:
@@ -271,7 +273,7 @@ def test_a_process_of_its_own_gives_the_same_bits(
     def finish(**how: Any) -> tuple[bytes, dict[int, bytes]]:
         with InProcess(p.method, p.federation, p.setup, **how) as transport:
             assert len(transport._pool) == bool(how)
-            *_, last = p.server.run(p.federation, transport, p.server.init())
+            *_, last = p.server.run(transport, p.server.init())
             assert not last.failures
             kept = {c: bytes(state) for c, state in transport.store.items()}
         return bytes(pack(last.server)), kept
@@ -326,7 +328,9 @@ def test_a_worker_that_died_while_idle_costs_nobody_an_answer(prepared: Any) -> 
     with InProcess(p.method, p.federation, p.setup, isolate=True) as transport:
         os.kill(transport._pool[0].process.pid, signal.SIGKILL)
         time.sleep(0.2)
-        result = p.server.step([0], transport, p.server.init(), p.server.exchanges()[0])
+        result = p.server.step(
+            transport, p.server.init(), replace(p.server.exchanges()[0], clients=(0,))
+        )
     assert not result.failures
 
 
@@ -383,7 +387,7 @@ def test_any_store_will_do(prepared: Any, tmp_path: Path, isolate: bool) -> None
 
     def finish(store: States, **how: Any) -> tuple[bytes, dict[int, bytes]]:
         with InProcess(p.method, p.federation, p.setup, store=store, **how) as transport:
-            *_, last = p.server.run(p.federation, transport, p.server.init())
+            *_, last = p.server.run(transport, p.server.init())
             kept = {c: bytes(state) for c, state in transport.store.items()}
         return bytes(pack(last.server)), kept
 
@@ -399,10 +403,10 @@ def test_too_few_answers_stop_the_run(prepared: Any, fewest: int, stops: bool) -
     server = Server(method, p.setup, min_clients=fewest)
     with InProcess(method, p.federation, p.setup) as transport:
         if not stops:
-            assert len(list(server.run(p.federation, transport, server.init()))) == 2
+            assert len(list(server.run(transport, server.init()))) == 2
             return
         with pytest.raises(FurlongError) as error:
-            list(server.run(p.federation, transport, server.init()))
+            list(server.run(transport, server.init()))
     for part in (
         "2 of 3 clients answered in exchange 1 (round 1)",
         f"train.min_clients is {fewest}",
@@ -417,7 +421,7 @@ def test_an_exchange_never_needs_more_than_it_asks(prepared: Any) -> None:
     p = prepared("mfcl")
     server = Server(p.method, p.setup, fraction=0.4, min_clients=3)
     with InProcess(p.method, p.federation, p.setup) as transport:
-        results = list(server.run(p.federation, transport, server.init()))
+        results = list(server.run(transport, server.init()))
     assert {len(r.cohort) for r in results} >= {0, 1}
     assert not [r for r in results if r.failures]
 
@@ -430,7 +434,7 @@ def test_silence_of_all_stops_a_run_that_needs_somebody(prepared: Any) -> None:
         InProcess(method, p.federation, p.setup, 2, deadline=0.3) as transport,
         pytest.raises(FurlongError, match=r"0 of 3 clients.*no answer within 0.3 s.*resume"),
     ):
-        list(server.run(p.federation, transport, server.init()))
+        list(server.run(transport, server.init()))
 
 
 def test_a_new_worker_holds_no_states(prepared: Any) -> None:

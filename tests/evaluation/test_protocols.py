@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import pytest
@@ -15,30 +14,27 @@ from torch import Tensor, nn
 from furlong.data.augment import crop_flip, preset
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
-from furlong.evaluation import (
-    TUNINGS,
-    alignment,
-    effective_rank,
-    fine_tune,
-    linear_probe_crops,
-    quality,
-    semi_supervised,
-    spread,
-    stratified,
-    transfer,
-    tuning,
-    uniformity,
-)
-from furlong.evaluation import semi as semi_module
-from furlong.evaluation.linear import decay
-from furlong.evaluation.tuning import new_head
+from furlong.evaluation import tuning as tuning_module
+from furlong.evaluation.protocol import Encoded, Images
+from furlong.evaluation.quality import alignment, effective_rank, quality, spread, uniformity
+from furlong.evaluation.semi import stratified
+from furlong.evaluation.tuning import TUNINGS, TuningResult, fine_tune, new_head, tuning
 from furlong.nn.encoders import build_encoder
+from furlong.runs.config import EvaluateSettings
+from furlong.runs.results import protocols
 from furlong.seeding import with_seed
 
-tuning_module = importlib.import_module(
-    "furlong.evaluation.tuning"
-)  # the name is a function's, too
 PLAIN = preset("none", 16)
+
+
+def measured(
+    word: str, encoder: nn.Module, train: ImageSet, test: ImageSet, seed: int = 0, **more: Any
+) -> dict[str, Any]:
+    """The numbers of one protocol."""
+    (protocol,) = protocols(EvaluateSettings(), word).values()
+    images = Images(train, test, PLAIN, seed)
+    protocol.check(images)
+    return protocol.measure(Encoded(encoder, images), *more.values())
 
 
 def coloured(n: int, classes: int = 4, seed: int = 0, noise: int = 20) -> ImageSet:
@@ -91,13 +87,14 @@ def test_the_subset_depends_on_the_seed_and_on_nothing_else() -> None:
 def test_every_encoder_is_tuned_with_the_same_images(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
 
-    def note(_: nn.Module, train: ImageSet, *__: Any, **___: Any) -> None:
+    def note(_: nn.Module, train: ImageSet, *__: Any, **___: Any) -> TuningResult:
         seen.append(train.pixels)
+        return TuningResult(0, 0, 0)
 
-    monkeypatch.setattr(semi_module, "fine_tune", note)
+    monkeypatch.setattr(tuning_module, "fine_tune", note)
     train, test = coloured(200), coloured(50, seed=1)
     for encoder in (small(0), small(1), nn.Flatten()):
-        semi_supervised(encoder, train, test, 0.1, augment=PLAIN, seed=4)
+        measured("semi-10", encoder, train, test, seed=4)
     assert len(seen[0]) == sum(math.ceil(n / 10) for n in train.labels.bincount())  # type: ignore[union-attr]
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], seen[2])
@@ -105,24 +102,21 @@ def test_every_encoder_is_tuned_with_the_same_images(monkeypatch: pytest.MonkeyP
 
 def test_a_share_below_one_label_per_class_is_refused() -> None:
     with pytest.raises(FurlongError, match=r"1\.0% of the 40 labels of coloured .* 4 classes"):
-        semi_supervised(small(), coloured(40), coloured(10), 0.01)
+        measured("semi-1", small(), coloured(40), coloured(10))
 
 
 # ---------------------------------------------------------------- the encoder stays as it was
 
 
 def tuned(plan: str) -> Callable[[nn.Module], object]:
-    return lambda encoder: semi_supervised(
-        encoder, coloured(60), coloured(20), 0.5, plan=tuning(plan, epochs=2), augment=PLAIN
-    )
+    word = f"semi-50:recipe={plan}:epochs=2"
+    return lambda encoder: measured(word, encoder, coloured(60), coloured(20))
 
 
 USES: dict[str, Callable[[nn.Module], object]] = {
     **{plan: tuned(plan) for plan in TUNINGS},
-    "transfer": lambda e: transfer(
-        e, coloured(20), coloured(20), random=e, plan=tuning("fedu", epochs=1), augment=PLAIN
-    ),
-    "crops": lambda e: linear_probe_crops(e, coloured(20), coloured(20), epochs=2, augment=PLAIN),
+    "transfer": lambda e: measured("transfer:mine:epochs=1", e, coloured(20), coloured(20)),
+    "crops": lambda e: measured("linear-crops:epochs=2", e, coloured(20), coloured(20)),
     "quality": lambda e: quality(e, coloured(20).pixels, preset("fedu", 16)),
 }
 
@@ -196,7 +190,7 @@ def record(plan: str, **changes: Any) -> Recorder:
     encoder = Recorder()
     train = coloured(16)
     made = replace(tuning(plan, epochs=3, batch_size=8, crops=False), **changes)
-    fine_tune(encoder, train, coloured(8, seed=1), made)
+    fine_tune(encoder, train, coloured(8, seed=1), made, augment=PLAIN)
     return encoder
 
 
@@ -233,7 +227,7 @@ def test_the_rates_of_swav() -> None:
             0.9,
         )
         assert (plan.lr, plan.head_lr) == (lr, head_lr)
-        share = [decay(e, 20, plan.cosine, plan.steps, plan.drop) for e in range(20)]
+        share = [plan.decay(e) for e in range(20)]
         assert share == pytest.approx([1] * 12 + [0.2] * 4 + [0.04] * 4)
 
 
@@ -249,7 +243,7 @@ def test_the_first_step_is_that_of_sgd_with_two_rates() -> None:
     head.get_parameter("bias").grad = None
     nn.functional.cross_entropy(head(twin(x)), y).backward()
     assert twin.shift.grad is not None
-    fine_tune(encoder, train, train, plan, seed=0)
+    fine_tune(encoder, train, train, plan, augment=PLAIN, seed=0)
     torch.testing.assert_close(encoder.shifts[-1], -0.5 * twin.shift.grad, atol=1e-6, rtol=1e-4)
 
 
@@ -270,7 +264,7 @@ def test_the_head_learns_at_a_rate_of_its_own(
     train, encoder = coloured(16), Recorder()
     plan = replace(tuning("fcl-1", epochs=1, batch_size=16, crops=False), optimiser=optimiser)
     assert plan.head_lr == 5
-    fine_tune(encoder, train, train, replace(plan, lr=1e-30), seed=0)
+    fine_tune(encoder, train, train, replace(plan, lr=1e-30), augment=PLAIN, seed=0)
     assert encoder.shifts[-1].abs().max() < 1e-20
     # the bias began at zero; the first step of Adam is its rate, whatever the gradient is
     moved = heads[0].bias.detach()
@@ -289,12 +283,12 @@ def test_the_head_learns_at_a_rate_of_its_own(
 
 def test_a_separable_toy_is_solved() -> None:
     train, test = coloured(200), coloured(60, seed=1)
-    for plan in (tuning("fedu", epochs=15), tuning("fedca", epochs=15)):
-        result = semi_supervised(small(), train, test, 0.3, plan=plan, augment=PLAIN)
-        assert result.accuracy == 1
-        assert 60 <= result.labelled <= 64
-    found = linear_probe_crops(small(), train, test, recipe="default", epochs=20, augment=PLAIN)
-    assert found.accuracy == 1
+    for recipe in ("fedu", "fedca"):
+        result = measured(f"semi-30:recipe={recipe}:epochs=15", small(), train, test)
+        assert result["accuracy"] == 1
+        assert 60 <= result["labelled"] <= 64
+    found = measured("linear-crops:recipe=default:epochs=20", small(), train, test)
+    assert found == {"accuracy": 1}
 
 
 def test_the_last_epoch_counts_not_the_best() -> None:
@@ -320,12 +314,10 @@ def test_fine_tuning_is_a_function_of_its_seed() -> None:
     assert fine_tune(encoder, train, test, plan, augment=PLAIN) == first
 
 
-def test_transfer_compares_with_a_random_start() -> None:
+def test_transfer_tunes_with_all_images() -> None:
     train, test, plan = coloured(40), coloured(40, seed=1), tuning("fedu", epochs=1)
-    one, other = small(0), small(1)
-    found = transfer(one, train, test, random=other, plan=plan, augment=PLAIN)
-    assert found["encoder"] == fine_tune(one, train, test, plan, augment=PLAIN)
-    assert found["random"] == fine_tune(other, train, test, plan, augment=PLAIN)
+    found = measured("transfer:mine:epochs=1", small(), train, test)
+    assert found == asdict(fine_tune(small(), train, test, plan, augment=PLAIN))
 
 
 def test_images_of_another_size_are_resized() -> None:
@@ -349,10 +341,8 @@ def test_the_probe_on_crops_sees_new_views_of_a_frozen_encoder() -> None:
     seen: list[Tensor] = []
     encoder.register_forward_hook(lambda _, x, __: seen.append(x[0].clone()))
     steps: list[tuple[int, int]] = []
-    linear_probe_crops(
-        encoder, coloured(8), coloured(8), epochs=3, augment=PLAIN,
-        progress=lambda done, total: steps.append((done, total)),
-    )  # fmt: skip
+    progress = lambda done, total: steps.append((done, total))  # noqa: E731
+    measured("linear-crops:epochs=3", encoder, coloured(8), coloured(8), progress=progress)
     assert not any(encoder.modes)
     assert len(seen) == 5  # plain train and test, three epochs
     assert not torch.equal(seen[2], seen[3])
@@ -375,7 +365,9 @@ def test_the_probe_on_crops_sees_new_views_of_a_frozen_encoder() -> None:
 def test_nonsense_is_refused(change: dict[str, ImageSet], message: str) -> None:
     sets = {"train": coloured(4), "test": coloured(4)} | change
     with pytest.raises(FurlongError, match=message):
-        fine_tune(nn.Flatten(), sets["train"], sets["test"], tuning("fedu", epochs=1))
+        fine_tune(
+            nn.Flatten(), sets["train"], sets["test"], tuning("fedu", epochs=1), augment=PLAIN
+        )
 
 
 def test_divergence_is_said() -> None:

@@ -146,7 +146,7 @@ def test_dropped_clients_and_empty_cohorts(prepared: Any, name: str) -> None:
                     yield client, reply
 
     with Lossy(p.method, p.federation, p.setup) as transport:
-        results = list(p.server.run(p.federation, transport, server))
+        results = list(p.server.run(transport, server))
     for result in results:
         if not result.cohort:  # the server's own work
             continue
@@ -189,7 +189,7 @@ def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> No
     alone = Alone(p.method)
     server = Server(alone, everybody, p.server.public, fraction=0.4)  # alone nobody is left out
     with InProcess(alone, p.federation, everybody) as transport:
-        *_, last = server.run(p.federation, transport, server.init())
+        *_, last = server.run(transport, server.init())
     assert bytes(pack(last.server.states[1])) == federated
 
 
@@ -209,7 +209,7 @@ def test_labels_are_absent(prepared: Any, name: str) -> None:
 
         object.__setattr__(p.method, "local_update", spy)
         try:
-            *_, last = p.server.run(p.federation, transport, p.server.init())
+            *_, last = p.server.run(transport, p.server.init())
         finally:
             object.__delattr__(p.method, "local_update")
     assert seen
@@ -223,13 +223,13 @@ def test_resume_from_any_exchange(prepared: Any, finished: Any, name: str) -> No
     whole, whole_clients = finished(name)
     first, *_ = p.server.exchanges()
     with InProcess(p.method, p.federation, p.setup) as transport:
-        start = p.server.step(p.federation.clients, transport, p.server.init(), first)
+        start = p.server.step(transport, p.server.init(), first)
         server = unpack(pack(start.server))
         clients = [(c, bytes(packed)) for c, packed in transport.store.items()]
     with InProcess(p.method, p.federation, p.setup, workers=2) as transport:
         for client, packed in clients:
             transport.store.put(client, packed)
-        *_, last = p.server.run(p.federation, transport, server, first=1)
+        *_, last = p.server.run(transport, server, first=1)
         after = {c: bytes(packed) for c, packed in transport.store.items()}
     assert bytes(pack(last.server)) == whole
     assert after == whole_clients

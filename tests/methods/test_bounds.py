@@ -19,6 +19,7 @@ from furlong.methods.base import Model
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.methods.wrappers.alone import Alone, Each
 from furlong.runs import loop
+from furlong.runs.encoders import encoders
 from furlong.runs.prepare import prepare
 
 
@@ -37,7 +38,7 @@ def test_the_servers_metrics_are_means_over_those_that_have_them(prepared: Any) 
     alone = Alone(Logging(projection_head="small_proj"))
     server = replace(p.server, method=alone)
     with InProcess(alone, p.federation, p.setup) as transport:
-        first = next(server.run(p.federation, transport, server.init()))
+        first = next(server.run(transport, server.init()))
     assert first.own == {"all": 1.0, "late": 7.0}
 
 
@@ -48,7 +49,7 @@ def test_a_client_alone_recalibrates_on_its_own_images(prepared: Any) -> None:
     pixels[torch.cat([p.federation.rows[1], p.federation.rows[2]])] = 0
     changed = replace(p, train=replace(p.train, pixels=pixels))
     before, after = (
-        {who: snapshot(e) for who, e in run.encoders(state).items()} for run in (p, changed)
+        {who: snapshot(e) for who, e in encoders(run, state).items()} for run in (p, changed)
     )
     same = {
         who: all(torch.equal(t, after[who][name]) for name, t in weights.items())
@@ -69,8 +70,8 @@ def test_accuracy_of_the_classifier_itself(tmp_path: Path, method: str, bound: s
     run = loop.run(settings)
     found = {r["who"]: r for r in run.summary["results"] if r["protocol"] == "classifier"}
     p = prepare(replace(settings, run=replace(settings.run, out=None)))
-    with p.transport() as transport:
-        *_, last = p.server.run(p.federation, transport, p.server.init())
+    with p.engine() as transport:
+        *_, last = p.server.run(transport, p.server.init())
     models: dict[str, Model] = {"federated": last.server}
     inner: Any = p.method
     if isinstance(p.method, Alone):

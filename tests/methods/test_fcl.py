@@ -323,7 +323,7 @@ def test_partial_participation_and_predicted_traffic(prepared: Any) -> None:
     p = prepared("fcl", rounds=3)
     server = Server(p.method, p.setup, fraction=0.7)
     with InProcess(p.method, p.federation, p.setup) as transport:
-        results = list(server.run(p.federation, transport, server.init()))
+        results = list(server.run(transport, server.init()))
     costs = list(predict(server))
     assert [c.cohort for c in costs] == [r.cohort for r in results]
     assert [c.down for c in costs] == [r.down for r in results]
@@ -360,21 +360,21 @@ def test_cross_end_to_end(crossed: Prepared, monkeypatch: pytest.MonkeyPatch) ->
     p = crossed
     assert p.method.needs_public
     shapes = set()
-    real = fcl.instahide_cross
+    real = fcl.instahide
 
-    def spy(x: Tensor, public: Tensor, *limits: Any) -> Tensor:
-        shapes.add((x.shape, public.shape, limits))
-        return real(x, public, *limits)
+    def spy(x: Tensor, mix: int, most: float, public: Tensor, *limits: Any) -> Tensor:
+        shapes.add((x.shape, public.shape, (mix, most, *limits)))
+        return real(x, mix, most, public, *limits)
 
-    monkeypatch.setattr(fcl, "instahide_cross", spy)
+    monkeypatch.setattr(fcl, "instahide", spy)
     state = p.server.init()
     assert state.public.shape == (12, 3, 16, 16)
     assert state.public.dtype == torch.uint8
     with InProcess(p.method, p.federation, p.setup) as transport:
-        results = list(p.server.run(p.federation, transport, state))
+        results = list(p.server.run(transport, state))
         kept = unpack(transport.store.get(1)).state
     assert not any(r.failures for r in results)
-    assert shapes == {((8, 3, 16, 16),) * 2 + ((6, 2, 0.3, 0.65),)}
+    assert shapes == {((8, 3, 16, 16),) * 2 + ((6, 0.65, 2, 0.3),)}
     assert torch.equal(kept.public, state.public)
     last = results[-1].server
     assert last.told == (0, 1, 2)

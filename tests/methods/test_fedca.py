@@ -18,6 +18,7 @@ from furlong.core.payload import pack, traffic
 from furlong.core.weights import snapshot
 from furlong.engines.inprocess import BlobStore, InProcess
 from furlong.errors import FurlongError
+from furlong.methods import fedca
 from furlong.methods.fedca import Down, FedCA, State, Up
 from furlong.nn.encoders import evaluating
 from furlong.nn.losses import alignment_loss, dictionary_nce
@@ -204,7 +205,7 @@ def test_dictionary_grows_from_empty_and_is_trimmed(prepared: Any) -> None:
     # every client keeps a fair part: the last ones give up a row each, not one client all
     assert got[:, 0].tolist() == [0.0] * 4 + [1.0] * 3 + [2.0] * 3
     with InProcess(case.method, case.federation, case.setup) as transport:
-        *_, last = case.server.run(case.federation, transport, case.start)
+        *_, last = case.server.run(transport, case.start)
     rows = torch.cat(list(last.server.rows.values()))
     assert rows.shape == (12, 128)
     assert torch.allclose(rows.norm(dim=1), torch.ones(12))
@@ -412,7 +413,7 @@ def test_figure_5(prepared: Any, row: str, fields: dict[str, Any]) -> None:
     """The rows of the ablation are settings, and send and keep what they need only."""
     case = Case(prepared, **fields)
     with InProcess(case.method, case.federation, case.setup) as transport:
-        results = list(case.server.run(case.federation, transport, case.start))
+        results = list(case.server.run(transport, case.start))
     assert not any(result.failures for result in results)
     last = results[-1]
     down = case.down(last.server, 0, 1)
@@ -442,7 +443,7 @@ def test_outline_has_the_sizes_of_the_real_thing(
     case = Case(prepared, dict_upload=upload, alignment=alignment)
     reports = [case.answer(case.start, k) for k in (0, 2)]
     real = case.method.aggregate(case.start, reports, case.at(0))
-    monkeypatch.setattr(FedCA, "train_alignment", None)  # an outline must not train
+    monkeypatch.setattr(fedca, "train_alignment", None)  # an outline must not train
     first = case.method.outline(None, [], case.at(0))
     second = case.method.outline(first, [0, 2], case.at(0))
     for outlined, state in ((first, case.start), (second, real)):
@@ -484,7 +485,7 @@ def test_rows_of_the_received_or_the_trained_model(prepared: Any) -> None:
         p = prepared("fedca", **{"method.dict_model": which})
         start = p.server.init()
         with InProcess(p.method, p.federation, p.setup) as transport:
-            first, second = p.server.run(p.federation, transport, start)
+            first, second = p.server.run(transport, start)
         net = p.method.network(p.server.context(first.exchange))
         net.load_state_dict(start.weights)
         images = p.setup.augment.plain(p.train.pixels[p.federation.rows[0]])

@@ -9,7 +9,7 @@ import torch
 
 from furlong.errors import FurlongError
 from furlong.methods import instahide as module
-from furlong.methods.instahide import check_limits, coefficients, instahide, instahide_cross
+from furlong.methods.instahide import check_limits, coefficients, instahide
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_one_image_is_itself_up_to_signs() -> None:
 def test_cross_mixes_two_private_and_four_public() -> None:
     private = torch.eye(24)[:16, :, None, None]
     public = torch.eye(24)[16:, :, None, None]
-    weights = instahide_cross(private, public).abs()[:, :, 0, 0]
+    weights = instahide(private, 6, 0.65, public).abs()[:, :, 0, 0]
     torch.testing.assert_close(weights.sum(dim=1), torch.ones(16))
     assert (weights[:, :16] > 0).sum(dim=1).max() == 2
     assert (weights[:, :16].diagonal() > 0).all()
@@ -99,7 +99,7 @@ def test_cross_mixes_two_private_and_four_public() -> None:
 def test_shapes_layouts_and_dtypes() -> None:
     x = torch.randn(6, 3, 8, 8).to(memory_format=torch.channels_last)
     assert instahide(x, 4, 0.65).shape == x.shape
-    assert instahide_cross(x.double(), torch.randn(1, 3, 8, 8).double()).dtype == torch.float64
+    assert instahide(x.double(), 6, 0.65, torch.randn(1, 3, 8, 8).double()).dtype == torch.float64
     torch.manual_seed(3)
     first = instahide(x, 4, 0.65)
     torch.manual_seed(3)

@@ -19,7 +19,8 @@ from furlong.core.payload import flatten, pack
 from furlong.data.augment import preset, unit
 from furlong.engines.inprocess import BlobStore, InProcess
 from furlong.errors import FurlongError
-from furlong.methods.mfcl import MFCL, Codes, Server, Stored, stacked
+from furlong.methods.mfcl import MFCL, Codes, Server
+from furlong.methods.representations import Stored, stacked
 from furlong.nn.peernorm import peers
 from furlong.runs.cost import predict
 from furlong.runs.prepare import prepare
@@ -158,7 +159,7 @@ def test_shared_statistics_give_pairs_away() -> None:
 def run(p: Any, until: int | None = None) -> Any:
     state = p.server.init()
     with InProcess(p.method, p.federation, p.setup) as transport:
-        for result in p.server.run(p.federation, transport, state):
+        for result in p.server.run(transport, state):
             state = result.server
             if result.exchange.kind == "discriminate":
                 assert result.own["loss"] > 0
@@ -322,7 +323,7 @@ def test_early_norm_is_not_for_mfcl() -> None:
 def test_predicted_bytes_of_the_paper_scale() -> None:
     """5 clients × 10,000 images × 65,536 values: the prediction allocates nothing of that."""
     from furlong.runs.config import from_tree
-    from furlong.runs.prepare import without_data
+    from furlong.runs.cost import without_data
 
     settings = from_tree({}, {"method": "mfcl", "encoder": "resnet18", "rounds": 15}, "test")
     server = without_data(settings, dict.fromkeys(range(5), 10_000))

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from furlong.errors import FurlongError
-from furlong.nn.encoders import ENCODERS, HEADS, build_encoder, evaluating, head, head_dim, out_dim
+from furlong.nn.encoders import ENCODERS, build_encoder, evaluating, out_dim
+from furlong.nn.heads import HEADS, head, head_dim
 
 PARAMS = json.loads((Path(__file__).parents[1] / "golden.json").read_text())["params"]
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from furlong.core.weights import snapshot
 from furlong.errors import FurlongError
-from furlong.nn.encoders import build_encoder
+from furlong.nn.encoders import build_encoder, modular, trunk
 from furlong.nn.peernorm import PeerNorm, peers
-from furlong.nn.sensor import SENSORS, Modular, Sensor, Trunk, modular, trunk
+from furlong.nn.sensor import SENSORS, Modular, Sensor, Trunk
 from furlong.runs.folder import RunFolder, load_encoder
 
 PARAMS = json.loads((Path(__file__).parents[1] / "golden.json").read_text())["params"]
@@ -175,7 +175,7 @@ def test_trunk_is_the_rest_of_the_resnet() -> None:
         ("rep32_pn.avg_moments+small", 192),
         ("rep16_pn+resnet18+mfcl_proj", 128),
         ("rep16_gn+small+mlp:7:5", 5),
-        ("rep32_pn+furlong.nets:Small+small_proj", 128),
+        ("rep32_pn+furlong.nn.backbones:Small+small_proj", 128),
     ],
 )
 def test_composed_encoders(name: str, width: int) -> None:

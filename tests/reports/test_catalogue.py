@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import io
-import tokenize
 from pathlib import Path
 
 import pytest
 
 from furlong.methods import METHODS
-from furlong.reports.catalogue import entry, page
+from furlong.reports.catalogue import entry, options_page, page
+from furlong.runs.config import all_facts
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 
@@ -19,6 +16,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 def test_the_page_is_current() -> None:
     """If this fails: furlong methods --markdown > docs/methods.md."""
     assert PAGE.read_text() == page()
+
+
+def test_the_page_of_options_is_current() -> None:
+    """If this fails: furlong methods --options > docs/options.md."""
+    assert PAGE.with_name("options.md").read_text() == options_page()
+
+
+def test_every_setting_is_explained() -> None:
+    for name, fact in all_facts().items():
+        assert fact.help.endswith("."), name
+        assert 10 < len(fact.help) < 250, name
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -38,28 +46,16 @@ def test_needs() -> None:
     assert {n for n, what in needs.items() if "public" in what} == {"fedca"}
 
 
-def test_the_comment_behind_a_field_is_its_meaning() -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_every_field_of_a_method_is_explained(name: str) -> None:
+    for option in entry(name).options:
+        assert len(option.meaning) > 5, option.name
+
+
+def test_a_field_is_shown_with_its_default_and_its_choices() -> None:
     options = {o.name: o for o in entry("fedmoco").options}
-    assert options["key_update"].meaning == "reset: a copy of the query network"
     assert options["key_update"].kind == "aggregate | reset"
     assert options["bank"].default == 4096
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_no_comment_at_a_field_is_lost(name: str) -> None:
-    """Behind it, above it, or inside a value of several lines."""
-    source = inspect.getsource(METHODS[name].cls)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT}
-    (made,) = ast.parse(source).body
-    assert isinstance(made, ast.ClassDef)
-    meanings, last = {o.name: o.meaning for o in entry(name).options}, 0
-    for node in made.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            for line in range(last + 1, (node.end_lineno or 0) + 1):
-                if line in comments and node.target.id in meanings:
-                    assert comments[line].lstrip("# ") in meanings[node.target.id]
-        last = node.end_lineno or 0
 
 
 def test_names_of_one_class_say_what_differs() -> None:

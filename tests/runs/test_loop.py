@@ -20,11 +20,15 @@ import furlong
 from furlong.core.payload import parts, traffic
 from furlong.core.weights import snapshot
 from furlong.errors import FurlongError
-from furlong.runs import config, loop, measure
+from furlong.runs import config, evaluate, loop
 from furlong.runs.cost import flows
+from furlong.runs.datasets import load_data, load_public
+from furlong.runs.encoders import who
 from furlong.runs.folder import RunFolder, load_encoder
-from furlong.runs.loop import Evaluator, Run, Status
-from furlong.runs.prepare import describe_partition, load_data, load_public, prepare, who
+from furlong.runs.loop import Run
+from furlong.runs.observers import Monitor, Status
+from furlong.runs.prepare import prepare
+from furlong.runs.split import describe_partition
 
 SCALARS = 8 * 5  # of a report: client, exchange, examples, and two metrics (loss, images)
 
@@ -40,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Status
     shown: list[Status] = []
     said: list[str] = []
     settings = tiny(out=str(out), **{"evaluate.knn_every": 2})
-    return loop.run(settings, shown.append, said.append), shown, said
+    return furlong.run_config(settings, shown.append, said.append), shown, said
 
 
 # ---------------------------------------------------------------- clients that hang
@@ -80,7 +84,7 @@ def test_a_missed_deadline_is_told_logged_and_reported(
     hangs: Callable[..., config.Config],
 ) -> None:
     shown: list[Status] = []
-    run = loop.run(hangs("run", **{"run.deadline": 3.0}), shown.append)
+    run = furlong.run_config(hangs("run", **{"run.deadline": 3.0}), shown.append)
     missed = {"client": 1, "kind": "lost", "reason": "no answer within 3 s"}
     assert [line["failures"] for line in lines(run)] == [[], [missed], []]
     assert ["1" in line["clients"] for line in lines(run)] == [True, False, True]
@@ -232,9 +236,9 @@ def test_the_encoder(finished: Any) -> None:
 
 
 def evaluated(folder: Path, settings: config.Config) -> list[dict[str, Any]]:
-    """The rows of ``measure.evaluate``, as far as a summary has them."""
+    """The rows of ``evaluate.evaluate``, as far as a summary has them."""
     kept = ("who", "protocol", "labels", "accuracy")
-    return [{key: row[key] for key in kept} for row in measure.evaluate(folder, settings)]
+    return [{key: row[key] for key in kept} for row in evaluate.evaluate(folder, settings)]
 
 
 def test_evaluate_gives_the_numbers_of_the_summary(finished: Any) -> None:
@@ -247,10 +251,12 @@ def test_the_monitor_leaves_the_encoder_as_it_is(finished: Any) -> None:
     run: Run = finished[0]
     encoder = run.encoder.train()
     before = snapshot(encoder)
-    evaluator = Evaluator(prepare(config.load(run.folder / "config.toml")))
+    monitor = Monitor(prepare(config.load(run.folder / "config.toml")), lambda _: None)
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
-    assert evaluator.monitor(encoder) == evaluator.monitor(encoder)
+    found = monitor.measure({"federated": encoder})
+    assert 0 <= found["knn"] <= 1  # type: ignore[operator]
+    assert monitor.measure({"federated": encoder}) == found
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert encoder.training
@@ -435,7 +441,7 @@ def test_unlabelled_images_some_of_them_broken(draw: Callable[..., Path]) -> Non
     (images / "empty.png").write_bytes(b"")
     (images / "text.png").write_text("not an image")
     said: list[str] = []
-    run = loop.run(folder_config(images), say=said.append)
+    run = furlong.run_config(folder_config(images), say=said.append)
     (skipped,) = [text for text in said if "skipped" in text]
     assert skipped.startswith("skipped 3 unreadable file(s)")
     for name in ("cut.png", "empty.png", "text.png"):
@@ -525,7 +531,7 @@ def test_angles_between_two_clients(tmp_path: Path) -> None:
     for lr in (1e-9, 0.1):
         options = {"evaluate.angles": 20, "evaluate.probe": "none", "optimiser.lr": lr}
         settings = tiny(out=str(tmp_path / str(lr)), **options)
-        run = loop.run(settings)
+        run = furlong.run_config(settings)
         for line in lines(run):
             assert len(line["angles"]) == 5
             assert line["angles"] == sorted(line["angles"])
@@ -548,7 +554,7 @@ def test_angles_do_not_change_the_bits(tmp_path: Path) -> None:
 def test_the_servers_work_is_logged_and_its_files_are_removed(tmp_path: Path) -> None:
     said: list[str] = []
     settings = tiny("mfcl", out=str(tmp_path / "run"), **{"evaluate.angles": 5})
-    run = loop.run(settings, say=said.append)
+    run = furlong.run_config(settings, say=said.append)
     found = lines(run)
     assert [line["kind"] for line in found] == ["sensor"] * 2 + ["encode"] + ["discriminate"] * 2
     assert all(line["loss"] > 0 for line in found if line["kind"] != "encode")

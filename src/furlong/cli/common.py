@@ -1,30 +1,52 @@
-"""What all commands share: the application, the two consoles, the table of results."""
+"""What commands share: the two consoles, progress bars, the table of results."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import App
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-import furlong
-from furlong.reports.tables import by_encoder, column_title, points
+from furlong.words import duration, size
 
-app = App(
-    name="furlong",
-    version=furlong.__version__,
-    suppress_keyboard_interrupt=False,  # main says how to go on
-    help="Learn one image encoder from many parties that cannot share their images.",
-)
+if TYPE_CHECKING:
+    from furlong.data.folder import Skipped
+    from furlong.runs.loop import Run
+    from furlong.runs.observers import Status
+
 # no emoji: "dirichlet:A:MIN" is not one, nor is a path with colons
 console = Console(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
-dotted: dict[str, Any] = {}  # --section.key options of this call, taken out before cyclopts
+LOG_EVERY = 20.0  # seconds between lines of progress in a log
+MOST = 10  # files or groups that are listed
+
+
+def say(text: str) -> None:
+    """A line of plain text: no markup, no wrapping."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """A warning on standard error."""
+    err.print(f"warning: {text}", style="bold red", markup=False, soft_wrap=True)
 
 
 def results_table(rows: list[dict[str, Any]]) -> Table:
     """Who against protocol, in percent."""
+    from furlong.reports.tables import by_encoder, column_title, points
+
     columns, encoders = by_encoder(rows)
     table = Table("encoder", *[f"{column_title(column)} %" for column in columns])
     for column in table.columns[1:]:
@@ -34,3 +56,72 @@ def results_table(rows: list[dict[str, Any]]) -> Table:
         words = [points(row["accuracy"], row.get("std")) if row else "–" for row in found]
         table.add_row(name, *words)
     return table
+
+
+@contextmanager
+def watching() -> Iterator[tuple[Any, Any]]:
+    """Live progress on a terminal; elsewhere, in a log, a line now and then."""
+    from furlong.engines.inprocess import keep_freed_memory
+
+    keep_freed_memory()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("round {task.fields[round]}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[text]}"),
+    )
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=None, round="–", text="preparing")
+
+        def show(status: Status) -> None:
+            loss = "–" if status.loss is None else f"{status.loss:.3f}"
+            if status.knn is not None:
+                seen["knn"] = f"{100 * status.knn:.1f} %"
+            text = (
+                f"loss {loss} · kNN {seen['knn']} · {status.images_per_second:,.0f} images/s"
+                f" · up {size(status.bytes_up)} down {size(status.bytes_down)}"
+                f" · {duration(status.seconds_left)} left"
+            )
+            now = status.round + 1
+            progress.update(task, completed=status.done, total=status.total, round=now, text=text)
+            if not err.is_terminal and time.monotonic() - said[0] >= LOG_EVERY:
+                said[0] = time.monotonic()
+                err.print(f"exchange {status.done} of {status.total} · {text}", soft_wrap=True)
+            for failure in status.failures:
+                err.print(f"round {status.round + 1}: {failure}", markup=False)
+
+        seen, said = {"knn": "–"}, [time.monotonic()]
+        yield show, lambda text: err.print(text, markup=False)
+
+
+def print_run(finished: Run) -> None:
+    """Results, effort and places of a run."""
+    summary = finished.summary
+    if summary["results"]:
+        console.print(results_table(summary["results"]))
+    console.print(
+        f"{summary['rounds']} rounds, {summary['clients']} clients, {summary['images']:,} images "
+        f"in {duration(summary['seconds'])} ({summary['images_per_second']:,.0f} images/s), "
+        f"{size(summary['bytes_up'])} up, {size(summary['bytes_down'])} down"
+        + (f", {summary['failures']} failed answers" if summary["failures"] else "")
+    )
+    paths = f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}"
+    console.print(paths, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of what is done of all."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def print_skipped(skipped: list[Skipped]) -> None:
+    """Files that could not be read."""
+    for each in skipped[:MOST]:
+        err.print(f"skipped {each.name}: {each.reason}", markup=False, soft_wrap=True)
+    if len(skipped) > MOST:
+        err.print(f"… and {len(skipped) - MOST:,} more")

@@ -185,15 +185,40 @@ class Stepping(Average[P]):
 
 
 @dataclass
-class Cohort:
-    """The answers of a round side by side: tensors by path, images, and the server's tensors."""
+class Collecting(Generic[P]):
+    """Holds the answers of a round, tensors by path, and merges them by a rule."""
 
-    settings: ServerSettings
     policy: BatchNormPolicy
+    settings: ServerSettings
+    tell: Callable[[str], None]
     values: list[Weights] = field(default_factory=list)
     images: list[float] = field(default_factory=list)
-    before: Weights = field(default_factory=dict)
+    before: Weights = field(default_factory=dict)  # the server's tensors
     faulty: int = 0  # the f of this round
+
+    def add(self, value: P, weight: float) -> None:
+        """Keep a copy: views would hold the memory and a file descriptor of every message."""
+        self.values.append({n: t.clone() for n, t in flatten(value)[0].items()})
+        self.images.append(weight)
+
+    def onto(self, current: P) -> P:
+        """The rule's value.
+
+        If too few answered for ``faulty``, those missing are taken for some of the bad ones:
+        otherwise one client that is silent, or refused by the guard, could stop all learning.
+        With fewer than three there is no telling who is good, and ``current`` stays.
+        """
+        settings, heard = self.settings, len(self.values)
+        self.before, self.faulty = flatten(current)[0], settings.withstands(heard)
+        if not heard:
+            return current
+        if self.faulty < settings.faulty:
+            lost = self.faulty < 0
+            so = "the weights stay as they were" if lost else f"now faulty = {self.faulty}"
+            self.tell(f"{settings.need}; {heard} answered: {so}")
+            if lost:
+                return current
+        return replace_tensors(current, COLLECTED[settings.rule](self))
 
     def mean(self, counted: Iterable[tuple[Weights, float]]) -> Weights:
         """The weighted mean of some answers, or of what was made of them."""
@@ -222,7 +247,7 @@ class Cohort:
         return (squares + squares[:, None] - 2 * products).clamp(min=0).fill_diagonal_(0)
 
 
-def _by_coordinate(cohort: Cohort, cut: int) -> Weights:
+def _by_coordinate(cohort: Collecting[Any], cut: int) -> Weights:
     """The mean of every coordinate without its ``cut`` largest and ``cut`` smallest values."""
     merged: Weights = {}
     for name, first in cohort.values[0].items():
@@ -235,29 +260,13 @@ def _by_coordinate(cohort: Cohort, cut: int) -> Weights:
     return merged
 
 
-def _median(cohort: Cohort) -> Weights:
-    return _by_coordinate(cohort, (len(cohort.values) - 1) // 2)  # one value is left, or two
-
-
-def _trimmed_mean(cohort: Cohort) -> Weights:
-    return _by_coordinate(cohort, cohort.faulty)
-
-
-def _nearest(cohort: Cohort, count: int) -> Weights:
+def _nearest(cohort: Collecting[Any], count: int) -> Weights:
     """The mean of the ``count`` answers with the best scores of Krum."""
     near = len(cohort.values) - cohort.faulty - 2
     others = cohort.squared_distances().sort(dim=1)[0][:, 1:]  # without the distance to oneself
     scores = others[:, :near].sum(dim=1)
     chosen = scores.sort(stable=True)[1][:count].sort()[0].tolist()  # Mean adds in client order
     return cohort.mean((cohort.values[k], 1.0) for k in chosen)
-
-
-def _krum(cohort: Cohort) -> Weights:
-    return _nearest(cohort, 1)
-
-
-def _multi_krum(cohort: Cohort) -> Weights:
-    return _nearest(cohort, max(1, len(cohort.values) - cohort.settings.faulty))
 
 
 def weiszfeld(squared: Tensor, iterations: int, tolerance: float) -> Tensor:
@@ -280,13 +289,13 @@ def weiszfeld(squared: Tensor, iterations: int, tolerance: float) -> Tensor:
     return beta
 
 
-def _geometric_median(cohort: Cohort) -> Weights:
+def _geometric_median(cohort: Collecting[Any]) -> Weights:
     s = cohort.settings
     beta = weiszfeld(cohort.squared_distances(), s.iterations, s.tolerance).tolist()
     return cohort.mean(zip(cohort.values, beta, strict=True))
 
 
-def _norm_bound(cohort: Cohort) -> Weights:
+def _norm_bound(cohort: Collecting[Any]) -> Weights:
     """Parameters are one vector and BatchNorm statistics another: neither hides the other.
 
     What comes out lies between the server's value and the client's, so variances stay positive.
@@ -316,7 +325,7 @@ def _towards(start: Tensor, end: Tensor, share: float) -> Tensor:
     return torch.lerp(start.double(), end.double(), share).to(end.dtype)
 
 
-def _ldawa(cohort: Cohort) -> Weights:
+def _ldawa(cohort: Collecting[Any]) -> Weights:
     """Every δ is at most 1, so weights shrink from round to round as the clients' diverge.
 
     Scalars and BatchNorm statistics, which have no direction, are averaged. So is a tensor that is
@@ -335,50 +344,16 @@ def _ldawa(cohort: Cohort) -> Weights:
     )
 
 
-COLLECTED: dict[str, Callable[[Cohort], Weights]] = {
-    "median": _median,
-    "trimmed_mean": _trimmed_mean,
-    "krum": _krum,
-    "multi_krum": _multi_krum,
+COLLECTED: dict[str, Callable[[Collecting[Any]], Weights]] = {
+    # one value of a coordinate is left, or two
+    "median": lambda cohort: _by_coordinate(cohort, (len(cohort.values) - 1) // 2),
+    "trimmed_mean": lambda cohort: _by_coordinate(cohort, cohort.faulty),
+    "krum": lambda cohort: _nearest(cohort, 1),
+    "multi_krum": lambda c: _nearest(c, max(1, len(c.values) - c.settings.faulty)),
     "geometric_median": _geometric_median,
     "norm_bound": _norm_bound,
     "ldawa": _ldawa,
 }
-
-
-class Collecting(Generic[P]):
-    """Holds the answers of a round and hands them to a rule."""
-
-    def __init__(
-        self, policy: BatchNormPolicy, settings: ServerSettings, tell: Callable[[str], None]
-    ) -> None:
-        self._cohort = Cohort(settings, policy)
-        self._tell = tell
-
-    def add(self, value: P, weight: float) -> None:
-        """Keep a copy: views would hold the memory and a file descriptor of every message."""
-        self._cohort.values.append({n: t.clone() for n, t in flatten(value)[0].items()})
-        self._cohort.images.append(weight)
-
-    def onto(self, current: P) -> P:
-        """The rule's value.
-
-        If too few answered for ``faulty``, those missing are taken for some of the bad ones:
-        otherwise one client that is silent, or refused by the guard, could stop all learning.
-        With fewer than three there is no telling who is good, and ``current`` stays.
-        """
-        cohort, settings = self._cohort, self._cohort.settings
-        heard = len(cohort.values)
-        cohort.before, cohort.faulty = flatten(current)[0], settings.withstands(heard)
-        if not heard:
-            return current
-        if cohort.faulty < settings.faulty:
-            lost = cohort.faulty < 0
-            so = "the weights stay as they were" if lost else f"now faulty = {cohort.faulty}"
-            self._tell(f"{settings.need}; {heard} answered: {so}")
-            if lost:
-                return current
-        return replace_tensors(current, COLLECTED[settings.rule](cohort))
 
 
 class Ruling:

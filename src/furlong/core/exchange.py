@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
 from furlong.core.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
-from furlong.core.federation import Federation
 from furlong.core.guard import Guard
 from furlong.core.method import Method, Report
 from furlong.core.payload import (
@@ -53,16 +52,34 @@ class Failure:
     reason: str
 
 
-class Transport(Protocol):
-    """All that an engine is: carry downloads to clients, bring reports back in client order."""
+class Engine(Protocol):
+    """Carries exchanges to clients, wherever they are; a context manager that closes itself."""
 
     def exchange(
         self, exchange: Exchange, downloads: Downloads[Any, Any]
     ) -> Iterable[tuple[int, Report[Any] | Failure]]:
-        """Run ``run_client`` for every client in ``downloads``, wherever the client is.
+        """Run ``run_client`` for every client in ``downloads``; answers come in client order.
 
         Yields the client that was asked, as the engine knows it, and what it answered.
         """
+
+    def states(self) -> Iterable[tuple[int, Any]]:
+        """(client, packed state) of every client that has one, for a checkpoint."""
+
+    def restore(self, states: Mapping[int, Any]) -> None:
+        """Take the clients' states from a checkpoint."""
+
+    def finish(self, encoder: Any) -> None:
+        """The run is over: ``encoder`` is what was learnt, packed, for whoever took part."""
+
+    def close(self) -> None:
+        """Give back what the engine holds: processes, connections, memory."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class ClientStore(Protocol):
@@ -115,7 +132,7 @@ def draw_cohort(seed: int, exchange: Exchange, clients: list[int], fraction: flo
 
 @payload("furlong.rounds.Kept")
 class Kept:
-    """What ``rounds`` keeps for a client: the method's state, and what the run's settings ask."""
+    """What is kept for a client: the method's state, and what the run's settings ask for."""
 
     state: Any
     stats: Weights  # bn_stats="local": BatchNorm statistics that never leave the client
@@ -211,29 +228,34 @@ class Server(Generic[S, D, U]):
         planned = self.method.plan(self.setup)
         return [replace(exchange, index=i) for i, exchange in enumerate(planned)]
 
-    def run(
-        self, federation: Federation, transport: Transport, state: S, first: int = 0
-    ) -> Iterator[ExchangeResult[S]]:
+    @property
+    def clients(self) -> list[int]:
+        """The clients' numbers, ascending; a client may join between two exchanges."""
+        return sorted(self.setup.sizes)
+
+    def cohort(self, exchange: Exchange) -> list[int]:
+        """The clients that are asked in ``exchange``."""
+        return draw_cohort(self.setup.seed, exchange, self.clients, self.fraction)
+
+    def run(self, engine: Engine, state: S, first: int = 0) -> Iterator[ExchangeResult[S]]:
         """Carry out the exchanges from number ``first`` on, yielding after each."""
         heard = first > 0
         for exchange in self.exchanges()[first:]:
-            result = self.step(federation.clients, transport, state, exchange)
+            result = self.step(engine, state, exchange)
             state = result.server
             heard = heard or bool(result.metrics)
             yield result
         if not heard:
             raise FurlongError("no client ever answered: nothing has been learnt.")
 
-    def step(
-        self, clients: list[int], transport: Transport, state: S, exchange: Exchange
-    ) -> ExchangeResult[S]:
+    def step(self, engine: Engine, state: S, exchange: Exchange) -> ExchangeResult[S]:
         """One exchange: sample, send, check, aggregate."""
         began = time.perf_counter()
         ctx = self.context(exchange)
-        cohort = draw_cohort(self.setup.seed, exchange, clients, self.fraction)
+        cohort = self.cohort(exchange)
         downloads = Downloads(self.method, state, cohort, ctx)
         gate = _Gate(self, state, exchange, cohort)
-        replies = gate.admit(transport.exchange(exchange, downloads))
+        replies = gate.admit(engine.exchange(exchange, downloads))
         with self.computing(exchange.index):
             state = self.method.aggregate(state, replies, ctx)
         gate.finish(replies)

@@ -33,6 +33,7 @@ from torch import nn
 from furlong.core.context import ClientContext, Exchange, ServerContext, Setup
 from furlong.core.payload import payload
 from furlong.core.weights import BatchNormPolicy
+from furlong.settings import check, setting
 
 S = TypeVar("S")
 C = TypeVar("C")
@@ -60,6 +61,11 @@ class Report(Generic[U]):
     metrics: dict[str, float]
 
 
+Reports: TypeAlias = Iterable[Report[U]]
+"""The answers of an exchange, in client order. They can be read once: reading starts the work."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method(ABC, Generic[S, C, D, U]):
     """A federated algorithm."""
 
@@ -71,7 +77,16 @@ class Method(ABC, Generic[S, C, D, U]):
     keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
     leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal
     caution: ClassVar[str] = ""  # in words: known criticism of the method
-    bn_stats: BatchNormPolicy = "average"
+
+    bn_stats: BatchNormPolicy = setting(
+        "average",
+        "What the server makes of the clients' BatchNorm statistics: their mean, the statistics of "
+        "all images pooled, or new ones from the server's images; 'local' keeps each client's own.",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse hyper-parameters outside of their bounds."""
+        check(self, "method")
 
     @abstractmethod
     def init_server(self, ctx: ServerContext) -> S:
@@ -79,8 +94,7 @@ class Method(ABC, Generic[S, C, D, U]):
 
     def init_client(self, ctx: ClientContext) -> C:  # noqa: ARG002
         """A client's state before its first participation; by default it keeps nothing."""
-        none: Any = None
-        return none  # type: ignore[no-any-return]
+        return None  # type: ignore[return-value]
 
     @abstractmethod
     def download(self, server: S, client: int, ctx: ServerContext) -> D:
@@ -95,7 +109,7 @@ class Method(ABC, Generic[S, C, D, U]):
         """A payload with the names, shapes and dtypes that an upload must have."""
 
     @abstractmethod
-    def aggregate(self, server: S, reports: Iterable[Report[U]], ctx: ServerContext) -> S:
+    def aggregate(self, server: S, reports: Reports[U], ctx: ServerContext) -> S:
         """The new server state; ``reports`` come once, in client order, and may be none."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Numbers about a split of the data and about encoders: skew, false negatives, angles."""
+"""How uneven a split of the data is: skew between and inside clients, and false negatives."""
 
 from __future__ import annotations
 
@@ -92,22 +92,3 @@ def count_false_negatives(query_labels: Tensor, bank_labels: Tensor) -> Tensor:
         raise FurlongError("An empty bank has no negatives to count; fill it first.")
     hits = query_labels.reshape(-1, 1) == bank_labels.reshape(1, -1)
     return hits.to(torch.float64).mean(1)
-
-
-def angles(features_a: Tensor, features_b: Tensor) -> Tensor:
-    """The angle between corresponding rows of two N×d tensors in degrees: float64, N.
-
-    A zero row has no direction; it counts as orthogonal to every other row.
-    """
-    if features_a.shape != features_b.shape or features_a.ndim != 2:
-        raise FurlongError(
-            f"Angles need two N×d tensors of one shape, not {tuple(features_a.shape)} and "
-            f"{tuple(features_b.shape)}."
-        )
-    a, b = (
-        torch.nn.functional.normalize(f.detach().to(torch.float64), dim=1, eps=1e-300)
-        for f in (features_a, features_b)
-    )
-    # arccos loses half the digits near 0° and 180°; this form (Kahan) keeps them.
-    half = torch.atan2((a - b).norm(dim=1), (a + b).norm(dim=1))
-    return torch.rad2deg(2 * half)

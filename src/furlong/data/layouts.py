@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.dataset as ds
 from numpy.typing import NDArray
 
 from furlong.data.folder import ByteArray, Item, Skipped, printable, scan
@@ -144,6 +141,7 @@ def table(
     Text categories share their numbers with the parquet files ``others``; numbered classes that
     come without names get those in ``classes``.
     """
+    import pyarrow.dataset as ds  # takes most of a second, and few runs read tables
 
     def blocks(rows: IntArray) -> Iterator[tuple[IntArray, Block]]:
         start = 0
@@ -175,6 +173,8 @@ def table(
 
 @contextmanager
 def _explained(name: str, where: str) -> Iterator[None]:
+    import pyarrow as pa
+
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -183,6 +183,8 @@ def _explained(name: str, where: str) -> Iterator[None]:
 
 
 def _image_column(name: str, where: str, schema: Any) -> str:
+    import pyarrow as pa
+
     for column in sorted(schema.names, key=lambda each: each not in ("img", "image")):
         kind = schema.field(column).type
         if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
@@ -197,6 +199,9 @@ def _image_column(name: str, where: str, schema: Any) -> str:
 
 def _encoded(images: Any, rows: IntArray, start: int) -> list[Item]:
     """``rows`` of a column of images that begins at row ``start``."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     # Only bytes: a path in a file from elsewhere must not make us open that path.
     if pa.types.is_struct(images.type):
         images = pc.struct_field(images, "bytes")
@@ -221,6 +226,9 @@ def _categories(
 
     Whole numbers are kept unless ``known`` is None; all else is numbered in order over all splits.
     """
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
     values = data.to_table([which])[which]
     if values.null_count:
         raise FurlongError(f"{name}: column {which!r} has {values.null_count} empty value(s).")

@@ -1,6 +1,6 @@
-"""Flower as the carrier of messages: the only file that imports it (1.41; its API moves).
+"""Messages between furlong's server and nodes, carried by Flower.
 
-Four ways in, one engine behind them (``engines.remote`` at the server, ``site`` at a node):
+Four ways in, one engine behind them (``engines.remote`` at the server, ``node`` at a node):
 
 ``simulated``   clients in Ray actors of this machine, or of a Ray cluster.
 ``connected``   this process is the server of a run at a SuperLink (``furlong run --superlink``).
@@ -9,73 +9,44 @@ Four ways in, one engine behind them (``engines.remote`` at the server, ``site``
                 sends along as app code is never unpacked, and torch and images are loaded once.
 ``server_app``, ``client_app``  for plain Flower: ``flwr run`` with what ``furlong flower-app``
                 writes.
+
+Only this module and ``flower_private`` import Flower, whose API moves.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from queue import Empty, Queue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import httpx
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.cli.build import build_fab_from_files
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode, SubStatus
-from flwr.common.serde import context_from_proto, fab_to_proto, run_from_proto
-from flwr.proto.control_pb2 import StartRunRequest
-from flwr.proto.runtime_pb2 import (
-    AcquireTaskRequest,
-    PullTaskInputRequest,
-    PushTaskOutputRequest,
-    SendTaskHeartbeatRequest,
-)
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.constant import TaskType
-from flwr.supercore.control.control_http_client import ControlHttpClient
-from flwr.supercore.fab import Fab
-from flwr.supercore.interceptors import (
-    RuntimeTokenHttpInterceptor,
-    RuntimeVersionHttpInterceptor,
-    SuperExecAuthHttpInterceptor,
-)
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
-from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 import furlong
-from furlong.deploy import processes
-from furlong.deploy.keys import node_keys
-from furlong.engines.inprocess import describe
-from furlong.engines.remote import Letter
+from furlong.deploy.addresses import require_loopback, split_address
+from furlong.deploy.bundle import bundle
+from furlong.deploy.certs import node_keys
+from furlong.deploy.flower_private import Connection, do_tasks, explain, server_of_new_run
+from furlong.deploy.node import OwnImages, Site
+from furlong.deploy.processes import QUIET
+from furlong.deploy.session import Session
+from furlong.engines.inprocess import keep_freed_memory
+from furlong.engines.remote import Reply
 from furlong.errors import FurlongError
+from furlong.runs import config
+from furlong.runs.observers import Status
 
-if TYPE_CHECKING:
-    from furlong.deploy.node import Site
-
-BEAT = 10.0  # seconds between two signs of life of a task
-PATIENCE = 20.0  # seconds without a SuperLink until that is an error
 _HEADER, _BODY = "furlong", "body"
-_ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
-_ERRORS = {
-    ErrorCode.LOAD_CLIENT_APP_EXCEPTION: "its node cannot load furlong",
-    ErrorCode.CLIENT_APP_RAISED_EXCEPTION: "its node failed",
-    ErrorCode.MESSAGE_UNAVAILABLE: "the question expired before its node took it",
-    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: "the answer expired",
-    ErrorCode.NODE_UNAVAILABLE: "its node has disconnected",
-    ErrorCode.INVALID_FAB: "its node does not trust the app",
-    ErrorCode.CLIENT_APP_CRASHED: "the program on its node has died",
-}
+_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 logging.getLogger("flwr").setLevel(logging.WARNING)  # what matters, furlong says itself
 
 
@@ -102,12 +73,25 @@ def _read(content: RecordDict) -> tuple[dict[str, Any], bytes]:
     return header if isinstance(header, dict) else {}, body
 
 
-class GridWire:
-    """A :class:`furlong.engines.remote.Wire` over Flower's Grid."""
+def _answered(site: Site, message: Message) -> Message:
+    """A site's reply to a message."""
+    return Message(_content(*site.answer(*_read(message.content))), reply_to=message)
 
-    def __init__(self, grid: Grid, names: Callable[[], Mapping[bytes, str]] = dict) -> None:
-        self._grid, self._names = grid, names
-        self.stopped = False
+
+class GridWire:
+    """A :class:`furlong.engines.remote.Wire` over Flower's Grid.
+
+    ``names``: the names of the nodes' keys, if they are known; ``stopped``: set when Flower has
+    stopped the run.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        names: Callable[[], Mapping[bytes, str]] = dict,
+        stopped: threading.Event | None = None,
+    ) -> None:
+        self._grid, self._names, self._stopped = grid, names, stopped or threading.Event()
 
     def nodes(self) -> dict[int, str | None]:
         """Connected nodes by the names of their keys; if keys are known, no others."""
@@ -123,29 +107,104 @@ class GridWire:
         (ticket,) = self._grid.push_messages([message])
         return ticket or f"unsent-{node}-{time.monotonic_ns()}"
 
-    def receive(self, tickets: Iterable[str]) -> list[Letter]:
+    def receive(self, tickets: Iterable[str]) -> list[Reply]:
         """Replies that have come."""
         self._check()
-        asked = [ticket for ticket in tickets if not ticket.startswith("unsent-")]
-        lost = [t for t in tickets if t.startswith("unsent-")]
-        letters = [Letter(ticket, {}, error="its node cannot be reached") for ticket in lost]
-        for reply in self._grid.pull_messages(asked) if asked else ():
-            ticket = reply.metadata.reply_to_message_id
-            if reply.has_error():
-                letters.append(Letter(ticket, {}, error=_explain(reply.error)))
+        lost = [ticket for ticket in tickets if ticket.startswith("unsent-")]
+        asked = [ticket for ticket in tickets if ticket not in lost]
+        replies = [Reply(ticket, {}, error="its node cannot be reached") for ticket in lost]
+        for found in self._grid.pull_messages(asked) if asked else ():
+            ticket = found.metadata.reply_to_message_id
+            if found.has_error():
+                replies.append(Reply(ticket, {}, error=explain(found.error)))
             else:
-                letters.append(Letter(ticket, *_read(reply.content)))
-        return letters
+                replies.append(Reply(ticket, *_read(found.content)))
+        return replies
 
     def _check(self) -> None:
-        if self.stopped:
+        if self._stopped.is_set():
             raise FurlongError("the run was stopped at the SuperLink. 'furlong resume' goes on.")
 
 
-def _explain(error: Error) -> str:
-    text = _ERRORS.get(error.code, f"error {error.code}")
-    own = error.code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-    return f"{text}: {str(error.reason)[:500]}" if own else text
+# ---------------------------------------------------------------- a deployment
+
+
+@contextmanager
+def connected(superlink: str, certs: Path | None, insecure: bool) -> Iterator[GridWire]:
+    """A wire to the nodes of a SuperLink, for a new run; ``certs``: the server's folder."""
+    names: Callable[[], Mapping[bytes, str]] = dict
+    connection = Connection(superlink)
+    if insecure:
+        require_loopback(split_address(superlink)[0])
+    elif certs is None:
+        raise FurlongError(
+            f"--superlink {superlink} needs --certs DIR/server, the folder that 'furlong certs' "
+            "made (or --flower.insecure on this machine only)."
+        )
+    elif not (certs / "ca.crt").is_file():
+        raise FurlongError(f"--certs {certs}: there is no ca.crt in it. 'furlong certs' makes one.")
+    else:
+        secret = certs / "superexec.secret"
+        known = secret if secret.is_file() else None
+        connection, names = (
+            Connection(superlink, certs / "ca.crt", known),
+            partial(node_keys, certs),
+        )
+    stopped = threading.Event()
+    with server_of_new_run(connection, bundle({}), stopped) as grid:
+        yield GridWire(grid, names, stopped)
+
+
+def serve(site: Site, supernode: Connection, alive: Callable[[], bool]) -> None:
+    """Do the tasks of a site's SuperNode, while ``alive()``."""
+    do_tasks(supernode, partial(_answered, site), alive, site.say)
+
+
+# ---------------------------------------------------------------- plain Flower
+
+
+client_app = ClientApp()
+server_app = ServerApp()
+
+
+@client_app.train()
+def _answer(message: Message, context: Context) -> Message:
+    """A node of plain Flower: everything is loaded in this process, which may serve several."""
+    given: Mapping[str, Any] = context.node_config
+    site = _site(given.get("name"), given.get("data"), given.get("state"))
+    part = given.get("partition-id")
+    site.part = None if part is None or site.own is not None else int(part)
+    return _answered(site, message)
+
+
+@cache
+def _site(name: Any, data: Any, folder: Any) -> Site:
+    """The site of this process: the clients of a simulation share what it has loaded."""
+    keep_freed_memory()
+    state = os.environ.get("FURLONG_STATE")
+    place = folder or state or Path.home() / ".furlong" / str(name or "node")
+    own = None if data is None else OwnImages(str(data))
+    known = None if name is None else str(name)
+    # a simulation's clients are this very program: it may name its own files and folders
+    return Site(Path(str(place)), own, name=known, code=state is not None)
+
+
+@server_app.main()
+def _main(grid: Grid, context: Context) -> None:
+    """The server of ``flwr run``: the run folder is on the SuperLink's machine."""
+    given, engine = dict(context.run_config), partial(Session, wire=GridWire(grid))
+    say = partial(print, flush=True)
+
+    def show(status: Status) -> None:
+        say("\n".join([f"exchange {status.done} of {status.total}", *status.failures]))
+
+    resume = str(given.pop("resume", "") or "")
+    if resume:
+        furlong.resume(resume, {}, show, say, engine)
+        return
+    values = {key: value for key, value in given.items() if value != ""}
+    settings = config.from_tree({}, {**values, "run.engine": "flower"}, "the app's configuration")
+    furlong.run_config(settings, show, say, engine)
 
 
 # ---------------------------------------------------------------- simulation
@@ -171,41 +230,23 @@ def simulated(clients: int, state: Path, cpus: float, log: Path) -> Iterator[Gri
         grids.put(grid)
         over.wait()
 
-    settings: Any = {
-        "client_resources": {"num_cpus": cpus, "num_gpus": 0.0},
-        "init_args": {
-            "include_dashboard": False,
-            "log_to_driver": False,
-            "logging_level": "error",
-        },
-    }
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    resources = {"num_cpus": cpus, "num_gpus": 0.0}
+    settings: Any = {"client_resources": resources, "init_args": quiet}
 
     def simulate() -> None:
         try:
-            run_simulation(
-                app,
-                client_app,
-                clients,
-                backend_config=settings,
-            )
+            run_simulation(app, client_app, clients, backend_config=settings)
         except BaseException as error:
             grids.put(error)
 
     own = "FURLONG_STATE" not in os.environ  # on a Ray cluster it must be set everywhere
-    os.environ.update({"FURLONG_STATE": str(state), **os.environ, **_quiet()})
+    os.environ.update({"FURLONG_STATE": str(state), **os.environ, **QUIET, **_RAY})
     thread = threading.Thread(target=simulate, name="flower-simulation", daemon=True)
     with _logged(log):
         thread.start()
         try:
-            while True:
-                with suppress(Empty):
-                    grid = grids.get(timeout=0.5)
-                    break
-                if not thread.is_alive():
-                    raise FurlongError(f"Flower's simulation did not start; see {log}.")
-            if isinstance(grid, BaseException):
-                raise FurlongError(f"Flower's simulation did not start: {grid}; see {log}.")
-            yield GridWire(grid)
+            yield GridWire(_started(grids, thread, log))
         finally:
             over.set()
             thread.join(60)
@@ -214,12 +255,26 @@ def simulated(clients: int, state: Path, cpus: float, log: Path) -> Iterator[Gri
                 os.environ.pop("FURLONG_STATE", None)
 
 
+def _started(grids: Queue[Grid | BaseException], thread: threading.Thread, log: Path) -> Grid:
+    """The Grid of the simulation, once it has started."""
+    grid: Grid | BaseException | str = "its thread has ended"
+    while thread.is_alive():
+        try:
+            grid = grids.get(timeout=0.5)
+            break
+        except Empty:
+            continue
+    if isinstance(grid, Grid):
+        return grid
+    raise FurlongError(f"Flower's simulation did not start: {grid}; see {log}.")
+
+
 @contextmanager
 def _logged(path: Path) -> Iterator[None]:
     """What Flower and Ray have to say goes to a file, not between lines of progress."""
     logger = logging.getLogger("flwr")
-    handler, before = logging.FileHandler(path), list(logger.handlers)
-    logger.handlers, level = [handler], logger.level
+    handler, before, level = logging.FileHandler(path), logger.handlers, logger.level
+    logger.handlers = [handler]
     logger.setLevel(logging.INFO)
     try:
         yield
@@ -227,326 +282,3 @@ def _logged(path: Path) -> Iterator[None]:
         logger.handlers = before
         logger.setLevel(level)
         handler.close()
-
-
-def _quiet() -> dict[str, str]:
-    return {
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-
-
-# ---------------------------------------------------------------- the server of a deployment
-
-
-@dataclass(frozen=True)
-class Door:
-    """Where a SuperLink or SuperNode is, and how to be let in."""
-
-    address: str  # HOST:PORT
-    ca: Path | None = None  # none: without TLS
-    secret: Path | None = None  # of executors
-
-    def client(self, *interceptors: Any) -> RuntimeHttpClient:
-        """A client of its Runtime API.
-
-        Without Flower's way of trying again: on a 401 that interrupts the whole process.
-        """
-        return RuntimeHttpClient.from_server_address(
-            server_address=self.address,
-            insecure=self.ca is None,
-            root_certificates=None if self.ca is None else self.ca.read_bytes(),
-            interceptors=list(interceptors),
-        )
-
-    def executor(self) -> RuntimeHttpClient:
-        """One that may ask for tasks."""
-        interceptors: list[Any] = [RuntimeVersionHttpInterceptor(component_name="SuperExec")]
-        if self.secret is not None:
-            secret = self.secret.read_bytes()
-            interceptors.append(
-                SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=_ACQUIRE)
-            )
-        return self.client(*interceptors)
-
-
-def door(
-    superlink: str, certs: Path | None, insecure: bool
-) -> tuple[Door, Callable[[], Mapping[bytes, str]]]:
-    """The door of a SuperLink, and the names of the nodes' keys, by a folder of certificates."""
-    if insecure:
-        processes.require_loopback(processes.split_address(superlink)[0])
-        return Door(superlink), dict
-    if certs is None:
-        raise FurlongError(
-            f"--superlink {superlink} needs --certs DIR/server, the folder that 'furlong certs' "
-            "made (or --flower.insecure on this machine only)."
-        )
-    if not (certs / "ca.crt").is_file():
-        raise FurlongError(f"--certs {certs}: there is no ca.crt in it. 'furlong certs' makes one.")
-    secret = certs / "superexec.secret"
-    found = Door(superlink, certs / "ca.crt", secret if secret.is_file() else None)
-    return found, lambda: node_keys(certs)
-
-
-@contextmanager
-def connected(door: Door, names: Callable[[], Mapping[bytes, str]]) -> Iterator[GridWire]:
-    """A wire to the nodes of a SuperLink, for a new run of which this process is the ServerApp."""
-    with _explained(door):
-        token = _own_task(door)
-        grid = HttpGrid(
-            runtime_api_address=door.address,
-            insecure=door.ca is None,
-            root_certificates=None if door.ca is None else door.ca.read_bytes(),
-            token=token,
-        )
-        grid._retry_invoker.max_time = PATIENCE
-        grid._retry_invoker.should_giveup = _hopeless
-        client = grid._runtime_client
-        task = client.PullTaskInput(PullTaskInputRequest())
-        TaskIdentity.task_id, TaskIdentity.run_id = task.task_id, task.run.run_id
-        TaskIdentity.node_id = context_from_proto(task.context).node_id
-        grid.set_run(run_from_proto(task.run))
-        wire = GridWire(grid, names)
-
-        def stop() -> None:
-            wire.stopped = True
-
-        status, details = SubStatus.FAILED, "interrupted"
-        try:
-            with _beating(client, stop):
-                yield wire
-            status, details = SubStatus.COMPLETED, ""
-        except FurlongError as error:
-            details = str(error)
-            raise
-        finally:
-            grid._retry_invoker.max_tries = 1
-            with suppress(httpx.HTTPError):
-                client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=details))
-            grid.close()
-
-
-def _hopeless(error: Exception) -> bool:
-    """Whether trying again cannot help."""
-    if not isinstance(error, httpx.HTTPStatusError):
-        return False
-    return error.response.status_code not in (502, 503, 504)
-
-
-def _own_task(door: Door) -> str:
-    """Submit a run, and take its server's part: the task's token."""
-    control = ControlHttpClient.from_server_address(
-        server_address=door.address,
-        insecure=door.ca is None,
-        root_certificates=None if door.ca is None else door.ca.read_bytes(),
-        interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr-cli")],
-    )
-    content = build_fab_from_files({"pyproject.toml": bundle({}).encode()})[0]
-    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-    started = control.StartRun(StartRunRequest(fab=fab_to_proto(fab)))
-    control.close()
-    executor = door.executor()
-    wanted = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-    end = time.monotonic() + 15.0
-    try:
-        while time.monotonic() < end:
-            got = executor.AcquireTask(wanted)
-            if not got.HasField("task") or not got.token:
-                time.sleep(0.2)
-            elif got.task.run_id == started.run_id:
-                return str(got.token)
-            else:  # of a process that died between the two steps
-                old = door.client(RuntimeTokenHttpInterceptor(got.token))
-                old.PushTaskOutput(PushTaskOutputRequest(sub_status=SubStatus.FAILED))
-    finally:
-        executor.close()
-    raise FurlongError(
-        f"the SuperLink at {door.address} runs ServerApps itself. Start it with 'furlong "
-        "superlink' (isolation 'process'), or use 'flwr run' with what 'furlong flower-app' writes."
-    )
-
-
-@contextmanager
-def _beating(client: RuntimeHttpClient, stop: Callable[[], None]) -> Iterator[None]:
-    """Signs of life of a task; ``stop()`` if Flower says that it has been stopped."""
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(BEAT):
-            with suppress(httpx.HTTPError):
-                if not client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success:
-                    stop()
-
-    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(BEAT)
-
-
-@contextmanager
-def _explained(door: Door) -> Iterator[None]:
-    """Network errors in words."""
-    try:
-        yield
-    except httpx.HTTPStatusError as error:
-        raise FurlongError(
-            f"the SuperLink at {door.address} refused a request ({error.response.status_code}): "
-            f"{error.response.text[:300]}. A run that has begun goes on with 'furlong resume'."
-        ) from None
-    except httpx.HTTPError as error:
-        raise FurlongError(
-            f"no SuperLink can be reached at {door.address} ({error}). Is it running, and is the "
-            "certificate for this address? A run that has begun goes on with 'furlong resume'."
-        ) from None
-
-
-# ---------------------------------------------------------------- a node of a deployment
-
-Answering = Callable[[Mapping[str, Any], bytes], tuple[dict[str, Any], bytes]]
-
-
-def serve(
-    door: Door, answer: Answering, alive: Callable[[], bool], say: Callable[[str], None]
-) -> None:
-    """Do the tasks of the SuperNode behind ``door``, one at a time, while ``alive()``."""
-    executor = door.executor()
-    wanted = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
-    try:
-        while alive():
-            try:
-                got = executor.AcquireTask(wanted)
-                if got.HasField("task") and got.token:
-                    _do(door, str(got.token), answer)
-                    continue
-            except httpx.HTTPError:  # the SuperNode is ending, or the run has ended
-                time.sleep(0.5)
-            except Exception as error:  # a task that cannot be done must not end the node
-                say(f"a task failed: {describe(error)}")
-                time.sleep(0.5)
-            time.sleep(0.1)
-    finally:
-        executor.close()
-
-
-def _do(door: Door, token: str, answer: Answering) -> None:
-    """One task: pull the question, answer it, push the answer."""
-    client = door.client(
-        RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
-        RuntimeTokenHttpInterceptor(token),
-    )
-    status, details = SubStatus.FAILED, "the question could not be taken"
-    context = None
-    try:
-        with _beating(client, lambda: None):
-            message, context, _, _ = pull_task_input(client)
-            reply = _content(*answer(*_read(message.content)))
-            push_message(client, Message(reply, reply_to=message), context)
-        status, details = SubStatus.COMPLETED, ""
-    finally:
-        push_task_output(client, context, status, details)
-        client.close()
-
-
-# ---------------------------------------------------------------- plain Flower
-
-
-client_app = ClientApp()
-server_app = ServerApp()
-
-
-@client_app.train()
-def _answer(message: Message, context: Context) -> Message:
-    """A node of plain Flower: everything is loaded in this process, which may serve several."""
-    site, part = _site(context.node_config), context.node_config.get("partition-id")
-    site.part = None if part is None or site.own is not None else int(part)
-    return Message(_content(*site.answer(*_read(message.content))), reply_to=message)
-
-
-def _site(given: Mapping[str, Any]) -> Site:
-    """The site of this process: the clients of a simulation share what it has loaded."""
-    from furlong.deploy.node import Own, Site
-    from furlong.engines.inprocess import keep_freed_memory
-
-    state, data = os.environ.get("FURLONG_STATE"), given.get("data")
-    name = None if given.get("name") is None else str(given["name"])
-    key = (name, data)
-    if key not in _SITES:
-        keep_freed_memory()
-        folder = Path(str(given.get("state", state or Path.home() / ".furlong" / (name or "node"))))
-        own = None if data is None else Own(str(data))
-        # a simulation's clients are this very program: it may name its own files and folders
-        _SITES[key] = Site(folder, own, name=name, code=state is not None)
-    return _SITES[key]
-
-
-_SITES: dict[tuple[str | None, Any], Site] = {}
-
-
-@server_app.main()
-def _main(grid: Grid, context: Context) -> None:
-    """The server of ``flwr run``: the run folder is on the SuperLink's machine."""
-    from furlong.runs import config, loop
-
-    given = dict(context.run_config)
-    resume = str(given.pop("resume", "") or "")
-    say: Callable[[str], None] = lambda text: print(text, flush=True)  # noqa: E731
-
-    def show(status: loop.Status) -> None:
-        say(
-            f"exchange {status.done} of {status.total}" + "".join(f"\n{f}" for f in status.failures)
-        )
-
-    wire = GridWire(grid)
-    if resume:
-        loop.resume(resume, {}, show, say, wire)
-        return
-    values = {key: value for key, value in given.items() if value != ""}
-    settings = config.from_tree({}, {**values, "run.engine": "flower"}, "the app's configuration")
-    loop.run(settings, show, say, wire)
-
-
-def bundle(settings: Mapping[str, Mapping[str, Any]]) -> str:
-    """pyproject.toml of a Flower app; every key of the configuration can be overridden."""
-    import tomli_w
-
-    flat = {
-        section: {key: _plain(value) for key, value in values.items()}
-        for section, values in settings.items()
-    }
-    return tomli_w.dumps(
-        {
-            "project": {
-                "name": "furlong",
-                "version": furlong.__version__,
-                "description": "Furlong on Flower",
-                "license": "Apache-2.0",
-                "dependencies": [],
-            },
-            "tool": {
-                "flwr": {
-                    "app": {
-                        "publisher": "furlong",
-                        "components": {
-                            "serverapp": "furlong.deploy.flower:server_app",
-                            "clientapp": "furlong.deploy.flower:client_app",
-                        },
-                        "config": {**flat, "resume": ""},
-                    }
-                }
-            },
-        }
-    )
-
-
-def _plain(value: Any) -> Any:
-    """Flower's settings are words and numbers: nothing is "", several are joined by commas."""
-    if value is None:
-        return ""
-    return ",".join(map(str, value)) if isinstance(value, tuple | list) else value

@@ -1,4 +1,4 @@
-"""A node's memory: the states of its clients, on its own disk."""
+"""What a node keeps on its own disk during a run: states of its clients, slices of messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StateFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.index, self.oldest = folder, 0, 0
+        self.folder, self.index = folder, 0
 
     def _of(self, client: int, what: str = "state") -> dict[int, Path]:
         found = self.folder.glob(f"{client:05d}-*.{what}.safetensors")
@@ -76,3 +76,40 @@ class StateFiles:
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+class Slices:
+    """The download and the answer of one exchange, if they are larger than a message may be."""
+
+    def __init__(self, run: Path, client: int, exchange: int) -> None:
+        self._folder, self._client = run / "spool", f"{client:05d}"
+        self._down = self._folder / f"{self._client}-{exchange:06d}.down"
+        self._up = self._down.with_suffix(".up")
+
+    def collect(self, body: bytes, at: int, of: int) -> bytes | None:
+        """The whole download, if slice number ``at`` is its last."""
+        if of == 1:
+            return body
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._down.open("wb" if at == 0 else "ab") as file:
+            file.write(body)
+        if at + 1 < of:
+            return None
+        whole = self._down.read_bytes()
+        self._down.unlink()
+        return whole
+
+    def keep(self, answer: Any, piece: int) -> int:
+        """Store an answer of more than one slice, instead of older ones; the number of slices."""
+        for old in self._folder.glob(f"{self._client}-*"):
+            old.unlink()
+        if len(answer) > piece:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._up.write_bytes(answer)
+        return -(-len(answer) // piece)
+
+    def fetch(self, at: int, piece: int) -> tuple[bytes, int]:
+        """Slice number ``at`` of the answer, and the number of slices."""
+        with self._up.open("rb") as file:
+            file.seek(at * piece)
+            return file.read(piece), -(-self._up.stat().st_size // piece)

@@ -32,7 +32,7 @@ from weakref import WeakSet
 import torch
 
 from furlong.core.context import ClientContext, Exchange, Networks, Setup
-from furlong.core.exchange import ClientStore, Failure, run_client
+from furlong.core.exchange import ClientStore, Engine, Failure, run_client
 from furlong.core.federation import Federation
 from furlong.core.method import AnyMethod, Report
 from furlong.core.payload import PayloadError, pack, unpack
@@ -223,8 +223,8 @@ class BlobStore:
 
 
 @dataclass
-class InProcess:
-    """A :class:`furlong.rounds.Transport` on this machine; use it as a context manager.
+class InProcess(Engine):
+    """The engine of this machine; use it as a context manager.
 
     ``isolate``: even a single client runs in a process of its own, which may die without this one.
     ``deadline``: seconds for an exchange, 0 for none; it may be changed between exchanges.
@@ -266,12 +266,6 @@ class InProcess:
         for worker in [w for w in self._pool if not w.process.is_alive()]:
             self._replace(worker)
 
-    def __enter__(self) -> InProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the workers and drop the client states."""
         for worker in self._pool:
@@ -288,7 +282,7 @@ class InProcess:
         for client, packed in states.items():
             self.store.put(client, packed)
 
-    def finish(self, result: Any) -> None:
+    def finish(self, encoder: Any) -> None:
         """The run is over; there is nobody to tell."""
 
     def client(self, down: Any, exchange: Exchange, client: int, store: Any) -> Report[Any]:

@@ -27,7 +27,7 @@ def features(
     """
     batches = torch.split(pixels, batch_size) if isinstance(pixels, Tensor) else pixels
     if device is None:
-        device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
+        device = device_of(encoder)
     rows = []
     with evaluating(encoder):
         for batch in batches:
@@ -41,6 +41,11 @@ def features(
         got = f"features of shape {list(rows[0].shape)}" if rows else "no images"
         raise FurlongError(f"Expected images and features N×d, got {got}.")
     return torch.cat(rows)
+
+
+def device_of(encoder: nn.Module) -> torch.device:
+    """Where the encoder computes."""
+    return next((p.device for p in encoder.parameters()), torch.device("cpu"))
 
 
 def check_labelled(rows: Tensor, labels: Tensor, n_classes: int | None, name: str) -> None:

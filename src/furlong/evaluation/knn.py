@@ -5,11 +5,16 @@ Wu et al., "Unsupervised feature learning via non-parametric instance discrimina
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from furlong.evaluation.features import check_labelled, check_split
+from furlong.evaluation.protocol import Encoded, Progress, Protocol, silent
+from furlong.settings import setting
 
 
 def knn(
@@ -62,3 +67,18 @@ def knn_predict(
         scores = vote.new_zeros(len(rows), classes).scatter_add_(1, labels[neighbour], vote)
         predicted.append(scores.argmax(dim=1))
     return torch.cat(predicted)
+
+
+@dataclass(frozen=True)
+class KNN(Protocol):
+    """The share of test images whose nearest training images are of their class."""
+
+    kind: ClassVar[str] = "knn"
+
+    k: int = setting(200, "How many neighbours vote.", above=0)
+    temperature: float = setting(0.1, "By which similarities are divided.", above=0)
+
+    def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
+        """The accuracy."""
+        options = self.settings(encoded.images)
+        return {"accuracy": knn(*encoded.features, **options, n_classes=encoded.images.classes)}

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from furlong.data.augment import Augmentation, crop_flip
-from furlong.data.augment import Recipe as Views
-from furlong.data.images import ImageSet
+from furlong.data.augment import crop_flip
 from furlong.errors import FurlongError, nearest
-from furlong.evaluation.features import check_split, features
+from furlong.evaluation.features import check_split, device_of, features
+from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.seeding import with_seed
-
-
-def decay(epoch: int, epochs: int, cosine: bool, steps: tuple[float, ...], drop: float) -> float:
-    """By what the learning rate is multiplied in ``epoch`` = 0, 1, … of ``epochs``.
-
-    ``steps``: shares of the epochs after each of which it drops to ``drop`` times what it was.
-    """
-    if cosine:
-        return (1 + math.cos(math.pi * epoch / epochs)) / 2
-    return float(drop ** sum(epoch >= round(s * epochs) for s in steps))
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a probe is trained; epochs and learning rate can be overridden in ``linear_probe``."""
+class Training:
+    """How something is trained with labels."""
 
     optimiser: Literal["adam", "sgd"]
     lr: float
@@ -38,29 +28,51 @@ class Recipe:
     batch_size: int
     momentum: float = 0.9  # of SGD
     cosine: bool = False  # over epochs, else constant or in steps
-    steps: tuple[float, ...] = ()  # shares of the epochs after which the rate drops tenfold
+    steps: tuple[float, ...] = ()  # shares of the epochs after which the rate drops
+    drop: float = 0.1  # to so much of what it was
+
+    def torch_optimiser(self, parameters: Any) -> torch.optim.Optimizer:
+        """For tensors, or for groups that may have rates of their own."""
+        if self.optimiser == "adam":
+            return torch.optim.Adam(parameters, self.lr, fused=True)
+        return torch.optim.SGD(parameters, self.lr, self.momentum, fused=True)
+
+    def decay(self, epoch: int) -> float:
+        """By what learning rates are multiplied in ``epoch`` = 0, 1, …"""
+        if self.cosine:
+            return (1 + math.cos(math.pi * epoch / self.epochs)) / 2
+        return float(self.drop ** sum(epoch >= round(s * self.epochs) for s in self.steps))
+
+
+@dataclass(frozen=True)
+class ProbeRecipe(Training):
+    """How a probe is trained; epochs and learning rate can be overridden in ``linear_probe``."""
+
     shuffle: bool = True
     standardise: bool = False  # features to mean 0 and variance 1 by train statistics
 
-    def lr_at(self, epoch: int) -> float:
-        """Learning rate of ``epoch`` = 0, 1, …"""
-        return self.lr * decay(epoch, self.epochs, self.cosine, self.steps, 0.1)
 
-
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, ProbeRecipe] = {
     # Ours: standardised features make one learning rate fit every encoder. It needs some hundred
     # steps, so give more epochs for fewer than about 400 images.
-    "default": Recipe("adam", 3e-3, 100, 256, cosine=True, standardise=True),
+    "default": ProbeRecipe("adam", 3e-3, 100, 256, cosine=True, standardise=True),
     # FedCA says Adam and 100 epochs; rate and batch are our choice.
-    "fedca": Recipe("adam", 1e-3, 100, 256),
+    "fedca": ProbeRecipe("adam", 1e-3, 100, 256),
     # FedU's public code; the paper says no more than 100 epochs.
-    "fedu": Recipe("adam", 3e-3, 200, 2048, shuffle=False),
-    "fedu_paper": Recipe("adam", 3e-3, 100, 2048, shuffle=False),
-    # FCL follows MoCo, which takes new crops and flips every epoch: see ``linear_probe_crops``.
-    "moco": Recipe("sgd", 30.0, 100, 256, steps=(0.6, 0.8)),
+    "fedu": ProbeRecipe("adam", 3e-3, 200, 2048, shuffle=False),
+    "fedu_paper": ProbeRecipe("adam", 3e-3, 100, 2048, shuffle=False),
+    # FCL follows MoCo, which takes new crops and flips every epoch: see ``LinearCrops``.
+    "moco": ProbeRecipe("sgd", 30.0, 100, 256, steps=(0.6, 0.8)),
     # Orchestra's public code.
-    "orchestra": Recipe("sgd", 30.0, 50, 256, cosine=True),
+    "orchestra": ProbeRecipe("sgd", 30.0, 50, 256, cosine=True),
 }
+
+
+def probe(name: str, **changes: Any) -> ProbeRecipe:
+    """The recipe called ``name``, with those ``changes`` to its fields that are not ``None``."""
+    if name not in RECIPES:
+        raise FurlongError(f"Unknown probe recipe {name!r}. {nearest(name, RECIPES)}")
+    return replace(RECIPES[name], **{k: v for k, v in changes.items() if v is not None})
 
 
 @dataclass(frozen=True)
@@ -100,15 +112,7 @@ def linear_probe(
 
     ``epoch_features`` gives other features N×d of the same images for every epoch of training.
     """
-    if recipe not in RECIPES:
-        raise FurlongError(f"Unknown probe recipe {recipe!r}. {nearest(recipe, RECIPES)}")
-    plan = RECIPES[recipe]
-    plan = replace(
-        plan,
-        epochs=plan.epochs if epochs is None else epochs,
-        lr=plan.lr if lr is None else lr,
-        batch_size=plan.batch_size if batch_size is None else batch_size,
-    )
+    plan = probe(recipe, epochs=epochs, lr=lr, batch_size=batch_size)
     classes = check_split(train_features, train_labels, test_features, test_labels, n_classes)
     x, y = train_features.float(), train_labels.long()
     mean, std = _statistics(x) if plan.standardise else (x.new_zeros(()), x.new_ones(()))
@@ -116,12 +120,12 @@ def linear_probe(
     def standard(rows: Tensor) -> Tensor:
         return (rows.float() - mean).div_(std) if plan.standardise else rows.float()
 
+    shape = (classes, x.shape[1])
     if epoch_features is None:
         x = standard(x)
-        weight, bias = _train(lambda _: x, y, (classes, x.shape[1]), plan, seed)
+        weight, bias = _train(lambda _: x, y, shape, plan, seed)
     else:
         given = epoch_features
-        shape = (classes, x.shape[1])
         weight, bias = _train(lambda epoch: standard(given(epoch)), y, shape, plan, seed)
     weight /= std
     bias -= (weight * mean).sum(dim=1)
@@ -133,54 +137,12 @@ def linear_probe(
     )
 
 
-def linear_probe_crops(
-    encoder: nn.Module,
-    train: ImageSet,
-    test: ImageSet,
-    *,
-    augment: Views | None = None,
-    recipe: str = "moco",
-    epochs: int | None = None,
-    lr: float | None = None,
-    batch_size: int | None = None,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> LinearResult:
-    """:func:`linear_probe` on features of new random crops and flips in every epoch, as in MoCo.
-
-    The encoder stays in eval mode and comes back as it was. ``augment`` is what it was trained
-    with: its size and normalisation are used. Costs a pass over ``train`` per epoch.
-    """
-    augment = Augmentation() if augment is None else augment
-    view, given = crop_flip(augment).view, RECIPES.get(recipe)
-    total = epochs or (given.epochs if given else 0)
-    if train.labels is None or test.labels is None:
-        raise FurlongError(f"{(train if train.labels is None else test).name} has no labels.")
-
-    def cropped(epoch: int) -> Tensor:
-        if progress is not None:
-            progress(epoch, total)
-        return features(encoder, train.pixels, view)
-
-    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
-    with with_seed(seed, device):
-        return linear_probe(
-            features(encoder, train.pixels, augment.plain),
-            train.labels,
-            features(encoder, test.pixels, augment.plain),
-            test.labels,
-            recipe=recipe,
-            epochs=epochs,
-            lr=lr,
-            batch_size=batch_size,
-            seed=seed,
-            n_classes=max(train.n_classes, test.n_classes),
-            epoch_features=cropped,
-        )
-
-
 def _train(
-    rows_of: Callable[[int], Tensor], y: Tensor, shape: tuple[int, int], plan: Recipe, seed: int
+    rows_of: Callable[[int], Tensor],
+    y: Tensor,
+    shape: tuple[int, int],
+    plan: ProbeRecipe,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
     """Weight of ``shape`` classes×d and bias, trained on ``rows_of(epoch)`` N×d and ``y`` N.
 
@@ -190,14 +152,10 @@ def _train(
     generator = torch.Generator().manual_seed(seed)
     weight = 0.01 * torch.randn(shape, generator=generator)
     bias = torch.zeros(shape[0], 1)
-    optimiser: torch.optim.Optimizer
-    if plan.optimiser == "adam":
-        optimiser = torch.optim.Adam([weight, bias], plan.lr, fused=True)
-    else:
-        optimiser = torch.optim.SGD([weight, bias], plan.lr, plan.momentum, fused=True)
+    optimiser = plan.torch_optimiser([weight, bias])
     order = torch.arange(len(y))
     for epoch in range(plan.epochs):
-        optimiser.param_groups[0]["lr"] = plan.lr_at(epoch)
+        optimiser.param_groups[0]["lr"] = plan.lr * plan.decay(epoch)
         if plan.shuffle:
             order = torch.randperm(len(y), generator=generator)
         x = rows_of(epoch)
@@ -228,3 +186,74 @@ def _accuracy(x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> float:
     if not torch.isfinite(scores).all():
         raise FurlongError("the linear probe diverged: its scores are not finite. Lower the rate.")
     return (scores.argmax(dim=1) == labels).float().mean().item()
+
+
+@dataclass(frozen=True)
+class Linear(Protocol):
+    """The test accuracy of a linear classifier that was trained on the features.
+
+    Options that are ``None`` are as the recipe says.
+    """
+
+    kind: ClassVar[str] = "linear"
+    recipes: ClassVar[Collection[str]] = tuple(RECIPES)
+
+    recipe: str = setting("default", "How the classifier is trained: a key of RECIPES.")
+    epochs: int | None = setting(None, "Passes over the training images.", above=0)
+    lr: float | None = setting(None, "The learning rate.", above=0)
+    batch_size: int | None = setting(None, "Images per step.", above=0)
+
+    def settings(self, _: Images) -> dict[str, Any]:
+        """The recipe with what was changed of it."""
+        given = asdict(self)
+        plan = probe(given.pop("recipe"), **given)
+        return {"recipe": self.recipe, **{name: getattr(plan, name) for name in given}}
+
+    def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
+        """The accuracy."""
+        return self._probe(encoded.features, encoded.images)
+
+    def _probe(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor, Tensor],
+        images: Images,
+        epoch_features: Callable[[int], Tensor] | None = None,
+    ) -> dict[str, Any]:
+        result = linear_probe(
+            *rows,
+            **self.settings(images),
+            seed=images.seed,
+            n_classes=images.classes,
+            epoch_features=epoch_features,
+        )
+        return {"accuracy": result.accuracy}
+
+
+@dataclass(frozen=True)
+class LinearCrops(Linear):
+    """The same on features of new random crops and flips in every epoch, as in MoCo.
+
+    The encoder stays in eval mode. Costs a pass over the training images per epoch.
+    """
+
+    kind: ClassVar[str] = "linear-crops"
+
+    recipe: str = setting("moco", "How the classifier is trained: a key of RECIPES.")
+
+    def measure(self, encoded: Encoded, progress: Progress = silent) -> dict[str, Any]:
+        """The accuracy."""
+        images, encoder = encoded.images, encoded.encoder
+        train, test = images.labelled()
+        assert train.labels is not None
+        assert test.labels is not None
+        view, total = crop_flip(images.augment).view, self.settings(images)["epochs"]
+
+        def cropped(epoch: int) -> Tensor:
+            progress(epoch, total)
+            return features(encoder, train.pixels, view)
+
+        with with_seed(images.seed, device_of(encoder)):
+            ours, theirs = (
+                features(encoder, part.pixels, images.augment.plain) for part in (train, test)
+            )
+            return self._probe((ours, train.labels, theirs, test.labels), images, cropped)

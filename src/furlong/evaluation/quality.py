@@ -7,7 +7,8 @@ the hypersphere", ICML 2020; Roy & Vetterli, "The effective rank", EUSIPCO 2007.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 
 from furlong.data.augment import Recipe
 from furlong.errors import FurlongError
-from furlong.evaluation.features import features
-from furlong.seeding import with_seed
+from furlong.evaluation.features import device_of, features
+from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
+from furlong.seeding import shuffled, with_seed
+from furlong.settings import setting
 
 MIN_RANK, MIN_SPREAD = 2.0, 0.01
 """Below one of these a representation counts as collapsed: it lies in fewer than two directions, or
@@ -48,8 +51,7 @@ def quality(
     """
     if len(pixels) < 2:
         raise FurlongError(f"{len(pixels)} image(s): the quality of features needs at least 2.")
-    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
-    with with_seed(seed, device):
+    with with_seed(seed, device_of(encoder)):
         first, second = (
             F.normalize(features(encoder, pixels, augment.view, batch_size), dim=1)
             for _ in range(2)
@@ -100,3 +102,32 @@ def spread(rows: Tensor) -> float:
     """Root of the summed variances of the rows N×d, normalised: their distance from their mean."""
     x = F.normalize(rows.double(), dim=1)
     return math.sqrt(float(x.var(dim=0, correction=0).sum()))
+
+
+def sample(images: Images, count: int) -> Tensor:
+    """Pixels of at most ``count`` training images; which ones depends on the seed."""
+    return images.train.pixels[shuffled(len(images.train), images.seed, "quality")[:count]]
+
+
+@dataclass(frozen=True)
+class LabelFree(Protocol):
+    """The quality of the features of training images."""
+
+    kind: ClassVar[str] = "quality"
+    labels = 0.0
+
+    images: int = setting(1000, "How many images are looked at.", above=0)
+
+    def check(self, images: Images) -> None:
+        """Labels are not needed."""
+
+    def settings(self, images: Images) -> dict[str, Any]:
+        """How many images there were."""
+        return {"images": min(self.images, len(images.train))}
+
+    def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
+        """All numbers of :class:`Quality`, and whether the representation has collapsed."""
+        images = encoded.images
+        pixels = sample(images, self.images)
+        found = quality(encoded.encoder, pixels, images.augment, images.seed)
+        return {**asdict(found), "collapsed": found.collapsed}

@@ -1,48 +1,37 @@
-"""Fine-tuning: a new head on an encoder, both trained with labels; the base of two protocols."""
+"""Fine-tuning: a new head on an encoder, both trained with labels; and transfer by it.
+
+Transfer asks whether what was learnt on one set of images helps on another (FedU, FedCA).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.data.augment import Augmentation, Recipe, crop_flip
+from furlong.data.augment import Recipe, crop_flip
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError, nearest
-from furlong.evaluation.features import features
-from furlong.evaluation.linear import decay
+from furlong.evaluation.features import device_of, features
+from furlong.evaluation.linear import Training
+from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.nn.encoders import out_dim
 from furlong.seeding import with_seed
-
-Progress = Callable[[int, int], None]
-"""Called with the epochs done and the epochs in all."""
-
-
-def check_batch(size: int) -> None:
-    """Refuse batches in which nothing would be trained."""
-    if size < 2:  # BatchNorm needs two, so a batch of one is left out
-        raise FurlongError(f"batch_size is {size}; fine-tuning needs at least 2.")
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(Training):
     """How a fine-tuning is done; ``tuning`` finds one by name and changes parts of it."""
 
-    optimiser: Literal["adam", "sgd"]
-    lr: float  # of the encoder
-    head_lr: float
-    epochs: int
-    batch_size: int
-    momentum: float = 0.9  # of SGD
-    cosine: bool = False  # over epochs, else constant or in steps
-    steps: tuple[float, ...] = ()  # shares of the epochs after which both rates drop
     drop: float = 0.2
+    head_lr: float = 1e-3  # ``lr`` is the encoder's
     # full: everything is trained. head_bn: only the head is, but the encoder's BatchNorm
     # statistics follow the labelled images, since it runs in training mode.
     finetune: Literal["full", "head_bn"] = "full"
@@ -51,22 +40,23 @@ class Tuning:
     crops: bool = True  # random crops and flips, else the plain images
 
     def __post_init__(self) -> None:
-        check_batch(self.batch_size)
+        if self.batch_size < 2:  # BatchNorm needs two, so a batch of one is left out
+            raise FurlongError(f"batch_size is {self.batch_size}; fine-tuning needs at least 2.")
 
 
 TUNINGS: dict[str, Tuning] = {
     # FedU: 100 epochs, everything trained (paper); Adam, rate and batch from its code.
-    "fedu": Tuning("adam", 1e-3, 1e-3, 100, 128),
+    "fedu": Tuning("adam", 1e-3, 100, 128),
     # What FedU's released script does: the optimiser has the head only. After the test that follows
     # the first epoch the script stays in eval mode, so the statistics move in that epoch alone.
-    "easyfl": Tuning("adam", 1e-3, 1e-3, 100, 128, finetune="head_bn", moving=1),
+    "easyfl": Tuning("adam", 1e-3, 100, 128, finetune="head_bn", moving=1),
     # FCL follows SwAV, whose rates depend on the share of labels.
-    "fcl-1": Tuning("sgd", 0.02, 5.0, 20, 256, steps=(0.6, 0.8)),
-    "fcl-10": Tuning("sgd", 0.01, 0.2, 20, 256, steps=(0.6, 0.8)),
+    "fcl-1": Tuning("sgd", 0.02, 20, 256, head_lr=5.0, steps=(0.6, 0.8)),
+    "fcl-10": Tuning("sgd", 0.01, 20, 256, head_lr=0.2, steps=(0.6, 0.8)),
     # FedCA: a head with one hidden layer, Adam, 100 epochs; the batch is our choice.
-    "fedca": Tuning("adam", 1e-3, 1e-3, 100, 128, head="mlp"),
+    "fedca": Tuning("adam", 1e-3, 100, 128, head="mlp"),
     # Orchestra's public script: the optimiser has the head only here, too.
-    "orchestra": Tuning("sgd", 30.0, 30.0, 50, 256, cosine=True, finetune="head_bn"),
+    "orchestra": Tuning("sgd", 30.0, 50, 256, head_lr=30.0, cosine=True, finetune="head_bn"),
 }
 
 
@@ -114,27 +104,26 @@ def fine_tune(
     test: ImageSet,
     plan: Tuning,
     *,
-    augment: Recipe | None = None,
+    augment: Recipe,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> TuningResult:
     """Train ``encoder`` with a new head on all of ``train``; its accuracy on ``test`` at the end.
 
     ``augment`` is what the encoder was trained with: its size and normalisation are used. The
     encoder comes back exactly as it was. The test images are looked at once, after the last epoch.
     """
-    augment = Augmentation() if augment is None else augment
     if train.labels is None or test.labels is None:
         raise FurlongError(f"{(train if train.labels is None else test).name} has no labels.")
     if len(train) < 2 or not len(test):
         raise FurlongError(f"{len(train)} training and {len(test)} test images are too few.")
     classes = max(train.n_classes, test.n_classes)
-    device = next((p.device for p in encoder.parameters()), torch.device("cpu"))
+    device = device_of(encoder)
     view = crop_flip(augment).view if plan.crops else augment.plain
     with borrowed(encoder), with_seed(seed, device):
         width = out_dim(encoder, train.channels, augment.plain(train.pixels[:1]).shape[-1])
         head = new_head(plan.head, width, classes).to(device)
-        _train(encoder, head, train, view, plan, device, progress or (lambda *_: None))
+        _train(encoder, head, train, view, plan, device, progress)
         model = nn.Sequential(encoder, head)
         return TuningResult(
             accuracy(model, test, augment), accuracy(model, train, augment), len(train)
@@ -172,17 +161,12 @@ def _train(
     rates = (plan.lr, plan.head_lr)
     parts = [list(encoder.parameters()) if plan.finetune == "full" else [], head.parameters()]
     groups = [{"params": part, "lr": lr} for part, lr in zip(parts, rates, strict=True)]
-    optimiser: torch.optim.Optimizer
-    if plan.optimiser == "adam":
-        optimiser = torch.optim.Adam(groups, fused=True)
-    else:
-        optimiser = torch.optim.SGD(groups, momentum=plan.momentum, fused=True)
+    optimiser = plan.torch_optimiser(groups)
     for epoch in range(plan.epochs):
         head.train()
         encoder.train(plan.moving is None or epoch < plan.moving)
-        share = decay(epoch, plan.epochs, plan.cosine, plan.steps, plan.drop)
         for group, lr in zip(optimiser.param_groups, rates, strict=True):
-            group["lr"] = lr * share
+            group["lr"] = lr * plan.decay(epoch)
         for rows in torch.split(torch.randperm(len(train)), plan.batch_size):
             if len(rows) == 1:  # BatchNorm needs two; another image is left out in the next epoch
                 continue
@@ -196,3 +180,73 @@ def _train(
                 )
             optimiser.step()
         progress(epoch + 1, plan.epochs)
+
+
+@dataclass(frozen=True)
+class FineTuned(Protocol):
+    """The accuracy of an encoder after fine-tuning with a new head.
+
+    Options that are ``None`` are as the recipe says.
+    """
+
+    recipes: ClassVar[Collection[str]] = tuple(TUNINGS)
+
+    recipe: str = setting("fedu", "How encoder and head are trained: a key of TUNINGS.")
+    epochs: int | None = setting(None, "Passes over the labelled images.", above=0)
+    batch_size: int | None = setting(None, "Images per step.", at_least=2)
+    lr: float | None = setting(None, "The encoder's learning rate.", above=0)
+    head_lr: float | None = setting(None, "The head's learning rate.", above=0)
+    finetune: Literal["full", "head_bn"] | None = setting(
+        None, "full: everything is trained; head_bn: the head, and BatchNorm's statistics move."
+    )
+    head: Literal["linear", "mlp"] | None = setting(None, "mlp has one hidden layer.")
+    crops: bool | None = setting(None, "Random crops and flips instead of the plain images.")
+
+    def plan(self) -> tuple[str, Tuning]:
+        """The recipe's name, and the recipe with what was changed of it."""
+        given = {name: value for name, value in asdict(self).items() if name in CHANGES}
+        return self.recipe, tuning(self.recipe, **given)
+
+    def settings(self, _: Images) -> dict[str, Any]:
+        """The recipe with what was changed of it."""
+        name, plan = self.plan()
+        return {"recipe": name, **{key: getattr(plan, key) for key in CHANGES}}
+
+    def labelled(self, images: Images) -> ImageSet:
+        """The images that are trained on."""
+        return images.train
+
+    def measure(self, encoded: Encoded, progress: Progress = silent) -> dict[str, Any]:
+        """The accuracies on test and training images, and how many of these there were."""
+        images = encoded.images
+        result = fine_tune(
+            encoded.encoder,
+            self.labelled(images),
+            images.labelled()[1],
+            self.plan()[1],
+            augment=images.augment,
+            seed=images.seed,
+            progress=progress,
+        )
+        return asdict(result)
+
+
+CHANGES = tuple(field.name for field in fields(FineTuned) if field.name != "recipe")
+
+
+@dataclass(frozen=True)
+class Transfer(FineTuned):
+    """Fine-tuning on all of another set; beside it a random start: what that set itself teaches."""
+
+    kind: ClassVar[str] = "transfer"
+    with_random: ClassVar[bool] = True
+
+    data: str = setting("", "The other set.")
+    root: str | None = setting(None, "Where it lies.")
+    images: int | None = setting(None, "Use at most this many of its training images.", above=0)
+    test_images: int | None = setting(None, "Use at most this many test images.", above=0)
+
+    def settings(self, images: Images) -> dict[str, Any]:
+        """The recipe, and how many images there were."""
+        train, test = images.labelled()
+        return {**super().settings(images), "images": len(train), "test_images": len(test)}

@@ -1,4 +1,4 @@
-"""FedAvg's server half (McMahan et al., AISTATS 2017): the only base class besides ``Method``.
+"""FedAvg's server half (McMahan et al., AISTATS 2017): base classes of methods that average.
 
 θ ← Σ_k w_k θ_k with w_k = n_k / Σ_j n_j over those who took part in the round.
 """
@@ -6,21 +6,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
 from furlong.core.context import Batch, ClientContext, Context, ServerContext
-from furlong.core.method import Local, Method, Report
+from furlong.core.method import Local, Method, Reports
 from furlong.core.payload import Weights, payload
-from furlong.core.weights import BatchNormPolicy, prefixed, restore, snapshot
-from furlong.errors import FurlongError
-from furlong.nn.encoders import head, head_dim
+from furlong.core.weights import snapshot
+from furlong.methods.networks import backbone
 
 C = TypeVar("C")
 D = TypeVar("D")
@@ -42,8 +38,6 @@ class Model:
 class Averaging(Method[D, C, D, D]):
     """Everybody gets the same payload, the answers look like it and are averaged."""
 
-    bn_stats: BatchNormPolicy = field(default="average", kw_only=True)
-
     def download(self, server: D, client: int, ctx: ServerContext) -> D:  # noqa: ARG002
         """The server's state itself."""
         return server
@@ -52,7 +46,7 @@ class Averaging(Method[D, C, D, D]):
         """Uploads look like the server's state."""
         return server
 
-    def aggregate(self, server: D, reports: Iterable[Report[D]], ctx: ServerContext) -> D:
+    def aggregate(self, server: D, reports: Reports[D], ctx: ServerContext) -> D:
         """By the run's rule: the mean weighted by the images of those who took part."""
         combined: Combiner[D] = ctx.combining(self.bn_stats)
         for report in reports:
@@ -102,49 +96,3 @@ class OneNetwork(OneModel[None]):
             loss, penalty = self.loss(net, batch), self.penalty(net, start)
             optimiser.step(loss if penalty is None else loss + penalty)
         return Local(state, Model(snapshot(net)), optimiser.metrics())
-
-
-def proximal(part: nn.Module, start: Weights) -> Tensor:
-    """½‖w - start‖² over the parameters of ``part``; ``start`` has them by the same names."""
-    moved = [(p - start[name]).square().sum() for name, p in part.named_parameters()]
-    return torch.stack(moved).sum() / 2
-
-
-def projecting(projection_head: str, ctx: Context) -> nn.Module:
-    """The run's encoder as ``backbone`` and a head: images B×C×H×W to projections B×d_z."""
-    projector = head(projection_head, ctx.width)
-    return nn.Sequential(OrderedDict(backbone=ctx.encoder(), projector=projector))
-
-
-def projected_width(projection_head: str, ctx: Context) -> int:
-    """The d_z of :func:`projecting`."""
-    with torch.device("meta"):  # only its width is wanted
-        return head_dim(head(projection_head, ctx.width))
-
-
-def extended(net: nn.Module, **parts: nn.Module) -> nn.Module:
-    """The parts of ``net``, then ``parts``, in a row."""
-    return nn.Sequential(OrderedDict(net.named_children(), **parts))
-
-
-def predicting(projection_head: str, prediction_head: str, ctx: Context) -> nn.Module:
-    """A predictor of projections: B×d_z to B×d_z."""
-    width = projected_width(projection_head, ctx)
-    predictor = head(prediction_head, width)
-    if head_dim(predictor) != width:
-        raise FurlongError(
-            f"method.prediction_head = {prediction_head} gives {head_dim(predictor)} numbers, "
-            f"method.projection_head = {projection_head} {width}: they must be as many."
-        )
-    return predictor
-
-
-def backbone(weights: Weights, ctx: Context) -> nn.Module:
-    """The encoder inside the weights of a network whose part ``backbone`` it is."""
-    return filled(ctx.encoder(), prefixed(weights, "backbone"))
-
-
-def filled(net: nn.Module, weights: Weights) -> nn.Module:
-    """``net`` with ``weights``, in eval mode."""
-    restore(net, weights)
-    return net.eval()

@@ -8,17 +8,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from furlong.core.context import ClientContext, Context, ServerContext
+from furlong.core.context import ClientContext, ServerContext
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
-from furlong.errors import require
-from furlong.methods.base import predicting, projecting
+from furlong.methods.base import Averaging
+from furlong.methods.networks import Predicting, backbone
 from furlong.nn.losses import byol
+
+C = TypeVar("C")
 
 
 @payload("furlong.methods.byol.Shared")
@@ -38,35 +40,21 @@ class Triple:
     predictor: Weights
 
 
-@dataclass(frozen=True)
-class Byol:
-    """The networks and the loss; a part of a method's hyper-parameters."""
+class Byol(Predicting, Averaging[Shared, C]):
+    """A method that trains BYOL; clients differ in what they start from."""
 
-    projection_head: str
-    prediction_head: str
-    decay: float
+    decay: float  # these two are fields of the methods
     symmetric: bool
 
-    def __post_init__(self) -> None:
-        require(0 <= self.decay <= 1, "decay", self.decay, "between 0 and 1")
-
-    def encoder(self, ctx: Context) -> nn.Module:
-        """Backbone and projector: images B×C×H×W to projections B×d_z."""
-        return projecting(self.projection_head, ctx)
-
-    def predictor(self, ctx: Context) -> nn.Module:
-        """Projections to predictions, both B×d_z."""
-        return predicting(self.projection_head, self.prediction_head, ctx)
-
-    def init(self, ctx: ServerContext) -> Shared:
-        """Freshly initialised networks."""
-        return Shared(snapshot(self.encoder(ctx)), snapshot(self.predictor(ctx)))
+    def init_server(self, ctx: ServerContext) -> Shared:
+        """Φ and Ψ, freshly initialised."""
+        return Shared(snapshot(self.network(ctx)), snapshot(self.new_predictor(ctx)))
 
     def train(self, start: Triple, ctx: ClientContext) -> tuple[Triple, dict[str, float]]:
         """The client's local epochs from ``start``."""
-        online = ctx.network("online", lambda: self.encoder(ctx), start.online)
-        target = ctx.network("target", lambda: self.encoder(ctx), start.target)
-        predictor = ctx.network("predictor", lambda: self.predictor(ctx), start.predictor)
+        online = ctx.network("online", lambda: self.network(ctx), start.online)
+        target = ctx.network("target", lambda: self.network(ctx), start.target)
+        predictor = ctx.network("predictor", lambda: self.new_predictor(ctx), start.predictor)
         target.requires_grad_(False)
         optimiser = ctx.optimiser(online, predictor)
         for batch in ctx.batches():
@@ -81,3 +69,7 @@ class Byol:
             ema_(target, online, self.decay)
         nets = Triple(snapshot(online), snapshot(target), snapshot(predictor))
         return nets, optimiser.metrics()
+
+    def encoder(self, server: Shared, ctx: ServerContext) -> nn.Module:
+        """The backbone of Φ."""
+        return backbone(server.encoder, ctx)

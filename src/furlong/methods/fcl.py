@@ -13,10 +13,8 @@ CL+FF+NM is the default, CL+FF has matching = 0, CL (MoCo) fusion = False beside
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from math import inf
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,29 +22,19 @@ from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
 from furlong.core.context import ClientContext, Context, ServerContext
-from furlong.core.method import Local, Method, Report
+from furlong.core.method import Local, Method, Reports
 from furlong.core.payload import Weights, payload
-from furlong.core.weights import BatchNormPolicy, ema_, snapshot
+from furlong.core.weights import ema_, snapshot
 from furlong.data.augment import extremes
 from furlong.errors import FurlongError, require
 from furlong.methods.bank import enqueue, new_bank
-from furlong.methods.base import (
-    WEIGHTS_REVEAL,
-    backbone,
-    projected_width,
-    projecting,
-)
-from furlong.methods.instahide import check_limits, instahide, instahide_cross
+from furlong.methods.base import WEIGHTS_REVEAL
+from furlong.methods.fedmoco import Nets
+from furlong.methods.instahide import check_limits, instahide
+from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.encoders import untracked
 from furlong.nn.losses import info_nce, neighbourhood_matching
-
-
-@payload("furlong.methods.fcl.Pair")
-class Pair:
-    """The query network and its slowly following copy."""
-
-    query: Weights
-    key: Weights
+from furlong.settings import setting
 
 
 @payload("furlong.methods.fcl.Server")
@@ -91,65 +79,63 @@ class State:
 
 
 @dataclass(frozen=True)
-class FCL(Method[Server, State, Down, Up]):
+class FCL(Projecting, Method[Server, State, Down, Up]):
     """Contrast with the features of all clients; pull towards the nearest of them."""
 
-    paper: ClassVar[str] = (
+    paper = (
         "Federated Contrastive Representation Learning with Feature Fusion and Neighborhood "
         "Matching (FCL), anonymous submission to ICLR 2022"
     )
-    keeps: ClassVar[str] = (
+    keeps = (
         "its newest feature vectors (method.bank of its images and as many of encoded images), "
         'and with encoding = "cross" the public images'
     )
-    leaves: ClassVar[str] = (
+    leaves = (
         "Weights of the query and the key network, and method.bank feature vectors of the client, "
         "which the server forwards to every other client. Everybody holds the network that made "
         "them, so they can be searched, tested for membership and inverted, and secure "
         'aggregation cannot protect what must be forwarded one by one. With encoding = "none" '
         f"they are features of the plain images. {WEIGHTS_REVEAL}"
     )
-    caution: ClassVar[str] = (
+    caution = (
         "InstaHide, through which images go before their features are shared, is obfuscation and "
         "no encryption: Carlini et al. broke it in 2020 (arXiv 2011.05315). It guarantees nothing. "
         'Off: encoding = "none"; nothing but weights is shared with fusion = false.'
     )
 
-    bank: int = 4096  # K
-    decay: float = 0.99  # m
-    temperature: float = 0.1
-    fusion: bool = True
-    negatives: Literal["union", "remote_only"] = "union"
-    matching: float = 0.1  # λ; the paper's λ, N and temperature are not known
-    neighbours: int = 10  # N
-    matching_temperature: float = 0.1
-    encoding: Literal["inside", "cross", "none"] = "inside"  # InstaHide on the shared images
-    mix: int = 4  # images in one, encoding="inside"
-    mix_cross: int = 6  # the same for "cross": two private ones, the rest public
-    max_coefficient: float = 0.65  # c₁: no image weighs more
-    private_share: float = 0.3  # c₂: the two private images of "cross" weigh at least this
-    public_images: int = 2000  # sent once to every client for "cross"
-    max_staleness: int = 0  # rounds after which features are not passed on; 0: never
-    projection_head: str = "proj_128"
-    bn_stats: BatchNormPolicy = field(default="average", kw_only=True)
+    bank: int = setting(4096, "The number K of features that a client keeps.", at_least=1)
+    decay: float = setting(0.99, "The decay m of the key network.", at_least=0, at_most=1)
+    temperature: float = setting(0.1, "The temperature τ of the contrastive loss.", above=0)
+    fusion: bool = setting(True, "Share features between clients.")
+    negatives: Literal["union", "remote_only"] = setting(
+        "union", "Contrast with a client's own and all other features, or with the others' alone."
+    )
+    matching: float = setting(
+        0.1,
+        "The weight λ of neighbourhood matching; the paper's λ, N and temperature are not known.",
+        at_least=0,
+    )
+    neighbours: int = setting(10, "The number N of neighbours, below bank.")
+    matching_temperature: float = setting(0.1, "The temperature of the matching.", above=0)
+    encoding: Literal["inside", "cross", "none"] = setting(
+        "inside", "InstaHide on the shared images: mixed inside a batch, with public ones, or off."
+    )
+    mix: int = setting(4, "How many images are mixed into one by encoding inside.", at_least=1)
+    mix_cross: int = setting(6, "The same for encoding cross, two of them private.", at_least=3)
+    max_coefficient: float = setting(0.65, "The c₁: no image weighs more in a mixture.")
+    private_share: float = setting(0.3, "The c₂: two private images weigh at least this.")
+    public_images: int = setting(2000, "The public images of encoding cross.", at_least=1)
+    max_staleness: int = setting(0, "For how many rounds features count; 0: for ever.", at_least=0)
+    projection_head: str = named_head("proj_128")
 
     def __post_init__(self) -> None:
-        require(self.bank >= 1, "bank", self.bank, "at least 1")
-        require(0 <= self.decay <= 1, "decay", self.decay, "between 0 and 1")
-        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
-        require(0 <= self.matching < inf, "matching", self.matching, "at least 0")
+        super().__post_init__()
         enough = 1 <= self.neighbours < self.bank or not self.matching
         require(enough, "neighbours", self.neighbours, f"from 1 to bank - 1 = {self.bank - 1}")
-        softness = self.matching_temperature
-        require(0 < softness < inf, "matching_temperature", softness, "above 0")
-        require(self.mix >= 1, "mix", self.mix, "at least 1")
-        require(self.mix_cross >= 3, "mix_cross", self.mix_cross, "at least 3: two are private")
         if self.encoding == "inside":
             check_limits(self.mix, self.max_coefficient)
         elif self.encoding == "cross":
             check_limits(self.mix_cross, self.max_coefficient, 2, self.private_share)
-        require(self.public_images >= 1, "public_images", self.public_images, "at least 1")
-        require(self.max_staleness >= 0, "max_staleness", self.max_staleness, "at least 0")
 
     @property
     def needs_public(self) -> bool:  # type: ignore[override]
@@ -160,14 +146,6 @@ class FCL(Method[Server, State, Down, Up]):
     def encodes(self) -> bool:
         """Whether the shared features are of other images than the contrasted ones."""
         return self.fusion and self.encoding != "none"
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone and projector: images B×C×H×W to projections B×d."""
-        return projecting(self.projection_head, ctx)
-
-    def width(self, ctx: Context) -> int:
-        """The d of features."""
-        return projected_width(self.projection_head, ctx)
 
     def init_server(self, ctx: ServerContext) -> Server:
         """The key network starts as the query network; the public images are drawn."""
@@ -207,9 +185,8 @@ class FCL(Method[Server, State, Down, Up]):
         optimiser, device = ctx.optimiser(query), ctx.setup.device
         # one buffer, whose last K rows are the local bank: nothing is joined at every step
         union = torch.cat([down.remote, state.local]).to(device)
-        remote, local = union[: len(down.remote)], union[len(down.remote) :]
+        local = union[len(down.remote) :]
         encoded = None if state.encoded is None else state.encoded.to(device, copy=True)
-        negatives = remote if self.negatives == "remote_only" and len(remote) else union
         position, public = state.position, state.public if down.public is None else down.public
         for batch in ctx.batches():
             view, other = batch.views()
@@ -218,15 +195,7 @@ class FCL(Method[Server, State, Down, Up]):
                 if encoded is not None:
                     with untracked(key):  # mixtures are no sample of the images
                         shared = F.normalize(key(self.encode(other, public, ctx)), dim=1)
-            q = query(view)
-            loss = info_nce(q, k, negatives, self.temperature)
-            if self.matching:
-                sample = union[torch.randperm(len(union))[: self.bank].to(device)]
-                matched = neighbourhood_matching(
-                    q, sample, self.neighbours, self.matching_temperature
-                )
-                loss = loss + self.matching * matched
-            optimiser.step(loss)
+            optimiser.step(self.loss(query(view), k, union, len(down.remote)))
             ema_(key, query, self.decay)
             if encoded is not None:
                 enqueue(encoded, position, shared)
@@ -236,39 +205,49 @@ class FCL(Method[Server, State, Down, Up]):
         up = Up(snapshot(query), snapshot(key), shown if self.fusion else None)
         return Local(kept, up, optimiser.metrics())
 
+    def loss(self, q: Tensor, k: Tensor, union: Tensor, remote: int) -> Tensor:
+        """Of queries and keys B×d; the first ``remote`` rows of ``union`` are the others'."""
+        only = self.negatives == "remote_only" and remote
+        loss = info_nce(q, k, union[:remote] if only else union, self.temperature)
+        if not self.matching:
+            return loss
+        sample = union[torch.randperm(len(union))[: self.bank].to(union.device)]
+        matched = neighbourhood_matching(q, sample, self.neighbours, self.matching_temperature)
+        return loss + self.matching * matched
+
     def encode(self, images: Tensor, public: Tensor | None, ctx: ClientContext) -> Tensor:
         """The batch by InstaHide: mixed inside itself, or with as many views of public images."""
         black, white = extremes(images, ctx.setup.augment)
         # signs hide nothing where pixels are not centred: then around grey, and back
         grey = (black + white) / 2 if bool((black >= 0).all()) else torch.zeros_like(black)
+        centred = images - grey
         if self.encoding == "inside":
-            return instahide(images - grey, self.mix, self.max_coefficient) + grey
+            return instahide(centred, self.mix, self.max_coefficient) + grey
         if public is None:
             raise FurlongError("the client has lost the public images, which are sent only once.")
         some = public[torch.randint(len(public), (len(images),))].to(images.device)
         (views,) = ctx.setup.augment.views(some, 1)
-        limits = self.private_share, self.max_coefficient
-        return instahide_cross(images - grey, views - grey, self.mix_cross, 2, *limits) + grey
+        limits = self.mix_cross, self.max_coefficient
+        return instahide(centred, *limits, views - grey, 2, self.private_share) + grey
 
     def expected(self, server: Server, client: int, ctx: ServerContext) -> Up:  # noqa: ARG002
         """The server's networks and K rows."""
         return Up(server.query, server.key, self._rows(ctx) if self.fusion else None)
 
-    def aggregate(
-        self, server: Server, reports: Iterable[Report[Up]], ctx: ServerContext
-    ) -> Server:
+    def aggregate(self, server: Server, reports: Reports[Up], ctx: ServerContext) -> Server:
         """Both networks by the run's rule; each client's features replace its older ones."""
-        combined: Combiner[Pair] = ctx.combining(self.bn_stats)
+        combined: Combiner[Nets] = ctx.combining(self.bn_stats)
         features: dict[int, Tensor] = {}
         heard: list[int] = []
         for report in reports:
             upload = report.upload
-            combined.add(Pair(upload.query, upload.key), report.examples)
+            combined.add(Nets(upload.query, upload.key), report.examples)
             heard.append(report.client)
             if upload.features is not None:
                 # a copy: the upload's tensors are views that keep its whole buffer alive
                 features[report.client] = upload.features.clone()
-        nets = combined.onto(Pair(server.query, server.key))
+        nets = combined.onto(Nets(server.query, server.key))
+        assert nets.key is not None
         return self._heard(replace(server, query=nets.query, key=nets.key), heard, features, ctx)
 
     def outline(self, server: Server | None, cohort: list[int], ctx: ServerContext) -> Server:

@@ -7,10 +7,8 @@ A baseline of FedCA, which only says that the encoding shall give back "its orig
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +17,8 @@ from furlong.core.context import Batch, Context
 from furlong.data.augment import unit
 from furlong.errors import require
 from furlong.methods.base import OneNetwork
+from furlong.methods.networks import chained
+from furlong.settings import setting
 
 
 class Decoder(nn.Module):
@@ -59,26 +59,25 @@ class Decoder(nn.Module):
 class FedAE(OneNetwork):
     """Rebuild the image from its representation."""
 
-    paper: ClassVar[str] = "Autoencoder, averaged as in McMahan et al. 2017; a baseline of FedCA"
-    leaves: ClassVar[str] = (
+    paper = "Autoencoder, averaged as in McMahan et al. 2017; a baseline of FedCA"
+    leaves = (
         "Encoder and decoder weights. The decoder turns representations back into images: whoever "
         "gets a representation as well can look at the image. There is no formal privacy guarantee."
     )
-    usual_augment: ClassVar[str] = "flip"
+    usual_augment = "flip"
 
-    decoder_width: int = 512  # channels at its start
+    decoder_width: int = setting(512, "The decoder's channels at its start.", at_least=8)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         width = self.decoder_width
-        require(
-            width >= 8 and width % 8 == 0, "decoder_width", width, "a multiple of 8, at least 8"
-        )
+        require(width % 8 == 0, "decoder_width", width, "a multiple of 8")
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone and decoder."""
         setup = ctx.setup
         decoder = Decoder(ctx.width, setup.channels, setup.image_size, self.decoder_width)
-        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), decoder=decoder))
+        return chained(backbone=ctx.encoder(), decoder=decoder)
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """Against the pixels as the encoder sees them, before normalisation."""

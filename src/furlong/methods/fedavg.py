@@ -8,18 +8,16 @@ AISTATS 2017; Li et al., "Federated Optimization in Heterogeneous Networks", MLS
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from math import inf
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.core.context import Batch, Context, ServerContext
 from furlong.core.payload import Weights
-from furlong.errors import require
-from furlong.methods.base import Model, OneNetwork, filled, proximal
+from furlong.methods.base import Model, OneNetwork
+from furlong.methods.networks import chained, filled, proximal
+from furlong.settings import setting
 
 LABELS_REVEAL = (
     "Weights after local training can reveal training images and which classes a client has "
@@ -31,20 +29,17 @@ LABELS_REVEAL = (
 class FedAvg(OneNetwork):
     """Learn the labels; what unsupervised methods are measured against."""
 
-    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
-    needs_labels: ClassVar[bool] = True
-    leaves: ClassVar[str] = f"Encoder and classifier weights, never labels. {LABELS_REVEAL}"
-    usual_augment: ClassVar[str] = "flip_crop"
+    paper = "McMahan et al., AISTATS 2017"
+    needs_labels = True
+    leaves = f"Encoder and classifier weights, never labels. {LABELS_REVEAL}"
+    usual_augment = "flip_crop"
 
-    mu: float = 0.0  # FedProx: above 0
-
-    def __post_init__(self) -> None:
-        require(0 <= self.mu < inf, "mu", self.mu, "at least 0")
+    mu: float = setting(0.0, "The weight μ of FedProx's proximal term.", at_least=0)
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone and classifier: images B×C×H×W to scores B×n."""
         classifier = nn.Linear(ctx.width, ctx.setup.classes)
-        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), classifier=classifier))
+        return chained(backbone=ctx.encoder(), classifier=classifier)
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy of one view."""

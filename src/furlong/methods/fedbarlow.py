@@ -8,33 +8,25 @@ Zbontar et al., "Barlow Twins: Self-Supervised Learning via Redundancy Reduction
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
-from typing import ClassVar
 
 from torch import Tensor, nn
 
-from furlong.core.context import Batch, Context
-from furlong.errors import require
-from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork, projecting
+from furlong.core.context import Batch
+from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
+from furlong.methods.networks import Projecting, named_head
 from furlong.nn.losses import barlow_twins
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class FedBarlow(OneNetwork):
+class FedBarlow(Projecting, OneNetwork):
     """Make the two views' features agree one by one and be uncorrelated otherwise."""
 
-    paper: ClassVar[str] = "Zbontar et al. 2021 (Barlow Twins), averaged as in McMahan et al. 2017"
-    leaves: ClassVar[str] = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    paper = "Zbontar et al. 2021 (Barlow Twins), averaged as in McMahan et al. 2017"
+    leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
 
-    off_diagonal: float = 0.0051  # λ
-    projection_head: str = "expander"  # 2048 wide; the paper's is 8192, for ImageNet
-
-    def __post_init__(self) -> None:
-        require(0 <= self.off_diagonal < inf, "off_diagonal", self.off_diagonal, "at least 0")
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone and projector: images B×C×H×W to projections B×d_z."""
-        return projecting(self.projection_head, ctx)
+    off_diagonal: float = setting(0.0051, "The weight λ of the redundancy term.", at_least=0)
+    projection_head: str = named_head("expander")  # 2048 wide; the paper's is 8192, for ImageNet
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """One pass per view, as in the authors' code."""

@@ -15,50 +15,39 @@ kept between rounds: a new network makes new projections, so the bank is filled 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
-from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from furlong.core.context import ClientContext, Context
+from furlong.core.context import ClientContext
 from furlong.core.method import Local
 from furlong.core.weights import snapshot
-from furlong.errors import require
-from furlong.methods.base import WEIGHTS_REVEAL, Model, OneModel, projecting
+from furlong.methods.base import WEIGHTS_REVEAL, Model, OneModel
 from furlong.methods.fedswav import project
+from furlong.methods.networks import Projecting, named_head
 from furlong.nn.clustering import random_rows, spherical_kmeans
 from furlong.nn.encoders import untracked
 from furlong.nn.losses import IGNORED, cluster_cross_entropy
+from furlong.settings import setting
 
 Bank = list[tuple[Tensor, Tensor]]
 """What an epoch leaves, batch by batch: which images (int64 B), and their projections 2×B×d."""
 
 
 @dataclass(frozen=True)
-class FedDC(OneModel[None]):
+class FedDC(Projecting, OneModel[None]):
     """Predict the clusters that k-means found among the client's own images."""
 
-    paper: ClassVar[str] = "Caron et al. 2020 (DeepCluster-v2), averaged as in McMahan et al. 2017"
-    pairs_views: ClassVar[bool] = True
-    leaves: ClassVar[str] = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    paper = "Caron et al. 2020 (DeepCluster-v2), averaged as in McMahan et al. 2017"
+    pairs_views = True
+    leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
 
-    heads: int = 3  # H
-    prototypes: int = 3000  # P at most
-    images_per_prototype: int = 10  # and no more than this allows
-    temperature: float = 0.1
-    iterations: int = 10  # of k-means
-    projection_head: str = "mlp:2048:128"
-
-    def __post_init__(self) -> None:
-        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
-        require(self.prototypes >= 2, "prototypes", self.prototypes, "at least 2")
-        for name in ("heads", "images_per_prototype", "iterations"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone and projector: images B×C×H×W to projections B×d."""
-        return projecting(self.projection_head, ctx)
+    heads: int = setting(3, "How many clusterings H there are.", at_least=1)
+    prototypes: int = setting(3000, "The most clusters P of one of them.", at_least=2)
+    images_per_prototype: int = setting(10, "The fewest images for each cluster.", at_least=1)
+    temperature: float = setting(0.1, "The temperature τ of the loss.", above=0)
+    iterations: int = setting(10, "The iterations of k-means.", at_least=1)
+    projection_head: str = named_head("mlp:2048:128")
 
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
         """Fill the bank; then cluster and train, epoch by epoch."""
@@ -74,17 +63,17 @@ class FedDC(OneModel[None]):
             for batch in ctx.batches(1):
                 z = project(net, batch)
                 losses = [
-                    cluster_cross_entropy(
-                        z.flatten(0, 1),
-                        centroids,
-                        assigned[batch.index].repeat(2),
-                        self.temperature,
-                    )
+                    self.loss(z, centroids, assigned[batch.index])
                     for centroids, assigned in clusters
                 ]
                 optimiser.step(torch.stack(losses).mean())
                 bank.append((batch.index, z.detach()))
         return Local(state, Model(snapshot(net)), optimiser.metrics())
+
+    def loss(self, z: Tensor, centroids: Tensor, assigned: Tensor) -> Tensor:
+        """Of projections 2×B×d of both views and the clusters of B images."""
+        both = z.flatten(0, 1)
+        return cluster_cross_entropy(both, centroids, assigned.repeat(2), self.temperature)
 
     def cluster(self, bank: Bank, ctx: ClientContext) -> list[tuple[Tensor, Tensor]]:
         """For every head the centroids P×d and each image's cluster, int64 n.

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from torch import nn
-
-from furlong.core.context import ClientContext, ServerContext
+from furlong.core.context import ClientContext
 from furlong.core.method import Local
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import lerp, mean_conv_l2, sq_l2
-from furlong.errors import require
-from furlong.methods.base import WEIGHTS_REVEAL, Averaging, backbone
+from furlong.methods.base import WEIGHTS_REVEAL
 from furlong.methods.byol import Byol, Shared, Triple
+from furlong.methods.networks import named_head
+from furlong.settings import setting
 
 
 @payload("furlong.methods.fedema.State")
@@ -35,39 +34,28 @@ class State:
 
 
 @dataclass(frozen=True)
-class FedEMA(Averaging[Shared, State | None]):
+class FedEMA(Byol[State | None]):
     """BYOL; clients blend the global networks into their own instead of taking them over."""
 
-    paper: ClassVar[str] = (
-        "Zhuang, Wen, Zhang, Divergence-aware Federated Self-Supervised Learning, ICLR 2022"
+    paper = "Zhuang, Wen, Zhang, Divergence-aware Federated Self-Supervised Learning, ICLR 2022"
+    keeps = "online and target encoder, predictor, last divergence, scale λ"
+    leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+
+    tau: float = setting(0.7, "The μ of a client's first blend, with autoscale.", above=0)
+    autoscale: bool = setting(True, "Choose λ for each client at its first divergence, by tau.")
+    scale: float = setting(1.0, "The λ of all clients, without autoscale.", at_least=0)
+    divergence: Literal["displacement", "to_global"] = setting(
+        "displacement",
+        "What d is: how far the client's encoder moved in its local training (the authors' code), "
+        "or its distance ‖Φ - own‖ from the global one (the paper).",
     )
-    keeps: ClassVar[str] = "online and target encoder, predictor, last divergence, scale λ"
-    leaves: ClassVar[str] = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
-
-    tau: float = 0.7  # μ_k of the first blend, when ``autoscale``
-    autoscale: bool = True
-    scale: float = 1.0  # λ without ``autoscale``
-    # the client's own displacement in local training (authors' code), or ‖Φ - own‖ (paper)
-    divergence: Literal["displacement", "to_global"] = "displacement"
-    selective: bool = False  # blend only if the client also trained in the round before
-    decay: float = 0.99
-    symmetric: bool = True
-    projection_head: str = "easyfl_proj"
-    prediction_head: str = "easyfl_pred"
-
-    def __post_init__(self) -> None:
-        require(0 < self.tau < math.inf, "tau", self.tau, "above 0")
-        require(0 <= self.scale < math.inf, "scale", self.scale, "at least 0")
-        _ = self.byol
-
-    @property
-    def byol(self) -> Byol:
-        """The local learner."""
-        return Byol(self.projection_head, self.prediction_head, self.decay, self.symmetric)
-
-    def init_server(self, ctx: ServerContext) -> Shared:
-        """Φ and Ψ, freshly initialised."""
-        return self.byol.init(ctx)
+    selective: bool = setting(
+        False, "Blend only if the client also trained in the round before; else take over."
+    )
+    decay: float = setting(0.99, "The decay m of the target network.", at_least=0, at_most=1)
+    symmetric: bool = setting(True, "Add the loss with the views swapped.")
+    projection_head: str = named_head("easyfl_proj")
+    prediction_head: str = named_head("easyfl_pred")
 
     def distance(self, state: State, down: Shared) -> float:
         """d_k at the time of the merge."""
@@ -103,11 +91,7 @@ class FedEMA(Averaging[Shared, State | None]):
             scale = self.scale_of(state, distance)
             if not self.selective or state.round == ctx.exchange.round - 1:
                 start = self.merge(state, down, scale, distance)
-        nets, metrics = self.byol.train(start, ctx)
+        nets, metrics = self.train(start, ctx)
         moved = mean_conv_l2(nets.online, start.online)
         kept = State(nets.online, nets.target, nets.predictor, moved, scale, ctx.exchange.round)
         return Local(kept, Shared(nets.online, nets.predictor), metrics | {"divergence": moved})
-
-    def encoder(self, server: Shared, ctx: ServerContext) -> nn.Module:
-        """The backbone of Φ."""
-        return backbone(server.encoder, ctx)

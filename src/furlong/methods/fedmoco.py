@@ -10,27 +10,21 @@ He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from furlong.core.context import ClientContext, Context, ServerContext
+from furlong.core.context import ClientContext, ServerContext
 from furlong.core.method import Local
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
-from furlong.errors import require
 from furlong.methods.bank import enqueue, new_bank
-from furlong.methods.base import (
-    WEIGHTS_REVEAL,
-    Averaging,
-    backbone,
-    projected_width,
-    projecting,
-)
+from furlong.methods.base import WEIGHTS_REVEAL, Averaging
+from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.losses import info_nce
+from furlong.settings import setting
 
 
 @payload("furlong.methods.fedmoco.Nets")
@@ -50,33 +44,25 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class FedMoCo(Averaging[Nets, Queue]):
+class FedMoCo(Projecting, Averaging[Nets, Queue]):
     """Tell an image's key from the keys of the client's last images."""
 
-    paper: ClassVar[str] = "He et al. 2020 (MoCo), averaged as in McMahan et al. 2017"
-    keeps: ClassVar[str] = "the feature vectors of its last images (method.bank of them)"
-    leaves: ClassVar[str] = (
+    paper = "He et al. 2020 (MoCo), averaged as in McMahan et al. 2017"
+    keeps = "the feature vectors of its last images (method.bank of them)"
+    leaves = (
         'Weights of the query network, and with key_update = "aggregate" of the key network. '
         f"{WEIGHTS_REVEAL}"
     )
 
-    bank: int = 4096  # K
-    decay: float = 0.99  # m
-    temperature: float = 0.1
-    key_update: Literal["aggregate", "reset"] = "aggregate"  # reset: a copy of the query network
-    symmetric: bool = False  # both views are queries and keys; the losses are added
-    bn_groups: int = 1  # BatchNorm by parts of the batch, for keys in another order (MoCo: 8)
-    projection_head: str = "proj_128"
-
-    def __post_init__(self) -> None:
-        require(self.bank >= 1, "bank", self.bank, "at least 1")
-        require(0 <= self.decay <= 1, "decay", self.decay, "between 0 and 1")
-        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
-        require(self.bn_groups >= 1, "bn_groups", self.bn_groups, "at least 1")
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone and projector: images B×C×H×W to projections B×d."""
-        return projecting(self.projection_head, ctx)
+    bank: int = setting(4096, "The number K of keys that a client keeps.", at_least=1)
+    decay: float = setting(0.99, "The decay m of the key network.", at_least=0, at_most=1)
+    temperature: float = setting(0.1, "The temperature τ of the loss.", above=0)
+    key_update: Literal["aggregate", "reset"] = setting(
+        "aggregate", "Average the key networks, or start each round from a copy of the query's."
+    )
+    symmetric: bool = setting(False, "Take both views as queries and keys, and add the losses.")
+    bn_groups: int = setting(1, "In how many parts BatchNorm sees a batch (MoCo: 8).", at_least=1)
+    projection_head: str = named_head("proj_128")
 
     def init_server(self, ctx: ServerContext) -> Nets:
         """The key network starts as the query network."""
@@ -85,7 +71,7 @@ class FedMoCo(Averaging[Nets, Queue]):
 
     def init_client(self, ctx: ClientContext) -> Queue:
         """Random unit rows."""
-        return Queue(new_bank(self.bank, projected_width(self.projection_head, ctx)), 0)
+        return Queue(new_bank(self.bank, self.width(ctx)), 0)
 
     def local_update(self, state: Queue, down: Nets, ctx: ClientContext) -> Local[Queue, Nets]:
         """MoCo; the queue goes on from the last round."""

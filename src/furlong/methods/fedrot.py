@@ -8,9 +8,8 @@ ICLR 2018; "FedPR" in FedCA's tables.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +18,24 @@ from torch import Tensor, nn
 from furlong.core.context import Batch, Context
 from furlong.data.augment import rotated
 from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
+from furlong.methods.networks import chained
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
 class FedRot(OneNetwork):
     """Tell by how many quarter turns an image was rotated."""
 
-    paper: ClassVar[str] = "Gidaris et al. 2018 (RotNet), averaged as in McMahan et al. 2017"
-    leaves: ClassVar[str] = f"Encoder and rotation head weights. {WEIGHTS_REVEAL}"
-    usual_augment: ClassVar[str] = "flip_crop"  # colours would only make the task harder
+    paper = "Gidaris et al. 2018 (RotNet), averaged as in McMahan et al. 2017"
+    leaves = f"Encoder and rotation head weights. {WEIGHTS_REVEAL}"
+    usual_augment = "flip_crop"  # colours would only make the task harder
 
-    mode: Literal["random", "all4"] = "random"  # one turn per image (FedCA), or all four (Gidaris)
-    rotation_head: Literal["linear", "mlp"] = "linear"  # mlp: Orchestra's
+    mode: Literal["random", "all4"] = setting(
+        "random", "Turn each image once at random (FedCA), or in all four ways (Gidaris)."
+    )
+    rotation_head: Literal["linear", "mlp"] = setting(
+        "linear", "The head that predicts the turn; mlp is Orchestra's."
+    )
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone and head: images B×C×S×S to scores B×4."""
@@ -39,7 +44,7 @@ class FedRot(OneNetwork):
         if self.rotation_head == "mlp":
             hidden = [nn.Linear(width, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()]
             head = nn.Sequential(*hidden, nn.Linear(512, 4))
-        return nn.Sequential(OrderedDict(backbone=ctx.encoder(), head=head))
+        return chained(backbone=ctx.encoder(), head=head)
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """One view of each image, turned once or in all four ways."""

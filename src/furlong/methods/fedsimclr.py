@@ -9,40 +9,33 @@ the federated baseline of FedCA, FedU, FCL and MFCL.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from furlong.core.context import Batch, Context
+from furlong.core.context import Batch
 from furlong.core.payload import Weights
 from furlong.core.weights import prefixed
-from furlong.errors import require
-from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork, projecting, proximal
+from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
+from furlong.methods.networks import Projecting, named_head, proximal
 from furlong.nn.losses import nt_xent
 from furlong.nn.peernorm import peers
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class FedSimCLR(OneNetwork):
+class FedSimCLR(Projecting, OneNetwork):
     """Contrast two views of each image with all other views of the batch."""
 
-    paper: ClassVar[str] = "Chen et al. 2020 (SimCLR), averaged as in McMahan et al. 2017"
-    pairs_views: ClassVar[bool] = True
-    leaves: ClassVar[str] = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    paper = "Chen et al. 2020 (SimCLR), averaged as in McMahan et al. 2017"
+    pairs_views = True
+    leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
 
-    temperature: float = 0.5
-    projection_head: str = "proj_128"
-    head_prox_mu: float = 0.0  # proximal term on the projector only, μ/2·‖w - w_global‖²
-
-    def __post_init__(self) -> None:
-        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
-        require(0 <= self.head_prox_mu < inf, "head_prox_mu", self.head_prox_mu, "at least 0")
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone and projector: images B×C×H×W to projections B×d_z."""
-        return projecting(self.projection_head, ctx)
+    temperature: float = setting(0.5, "The temperature τ of the loss.", above=0)
+    projection_head: str = named_head("proj_128")
+    head_prox_mu: float = setting(
+        0.0, "The weight μ of a proximal term on the projector.", at_least=0
+    )
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """Both views in one pass, each against all others."""
@@ -54,5 +47,5 @@ class FedSimCLR(OneNetwork):
         """On the projector only."""
         if not self.head_prox_mu:
             return None
-        projector = net.get_submodule("projector")
-        return self.head_prox_mu * proximal(projector, prefixed(start, "projector"))
+        part = net.get_submodule("projector")
+        return self.head_prox_mu * proximal(part, prefixed(start, "projector"))

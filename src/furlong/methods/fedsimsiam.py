@@ -8,30 +8,25 @@ Chen & He, "Exploring Simple Siamese Representation Learning", CVPR 2021; a base
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
-from furlong.core.context import Batch, Context
-from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork, extended, predicting, projecting
+from furlong.core.context import Batch
+from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
+from furlong.methods.networks import WithPredictor, named_head
 from furlong.nn.losses import cosine_simsiam
 
 
 @dataclass(frozen=True)
-class FedSimSiam(OneNetwork):
+class FedSimSiam(WithPredictor, OneNetwork):
     """Predict the one view's projection from the other's; no negatives, no target network."""
 
-    paper: ClassVar[str] = "Chen & He 2021 (SimSiam), averaged as in McMahan et al. 2017"
-    leaves: ClassVar[str] = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+    paper = "Chen & He 2021 (SimSiam), averaged as in McMahan et al. 2017"
+    leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
 
-    projection_head: str = "simsiam_proj"  # easyfl_proj (no BN at its end) to compare with FedU
-    prediction_head: str = "simsiam_pred"  # easyfl_pred likewise
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone, projector and predictor in a row."""
-        net = projecting(self.projection_head, ctx)  # first: the same start as other methods
-        predictor = predicting(self.projection_head, self.prediction_head, ctx)
-        return extended(net, predictor=predictor)
+    # easyfl_proj (no BN at its end) and easyfl_pred to compare with FedU
+    projection_head: str = named_head("simsiam_proj")
+    prediction_head: str = named_head("simsiam_pred")
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """One pass per view, so that BatchNorm sees one view at a time, as in SimSiam."""

@@ -12,31 +12,23 @@ Two views of the whole image; the paper's further small crops (multi-crop) are l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import inf
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.core.context import Batch, ClientContext, Context, ServerContext
-from furlong.core.method import Local, Report
+from furlong.core.method import Local, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
-from furlong.errors import require
 from furlong.methods.bank import enqueue
-from furlong.methods.base import (
-    WEIGHTS_REVEAL,
-    Averaging,
-    backbone,
-    projected_width,
-    projecting,
-)
+from furlong.methods.base import WEIGHTS_REVEAL, Averaging
+from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.clustering import sinkhorn, unit_rows
 from furlong.nn.losses import swapped_prediction
 from furlong.nn.peernorm import peers
+from furlong.settings import setting
 
 
 @payload("furlong.methods.fedswav.Prototyped")
@@ -48,36 +40,24 @@ class Prototyped:
 
 
 @dataclass(frozen=True)
-class FedSwAV(Averaging[Prototyped, None]):
+class FedSwAV(Projecting, Averaging[Prototyped, None]):
     """Each view predicts to which prototypes the other was assigned, all used equally."""
 
-    paper: ClassVar[str] = "Caron et al. 2020 (SwAV), averaged as in McMahan et al. 2017"
-    pairs_views: ClassVar[bool] = True
-    leaves: ClassVar[str] = f"Encoder, projector and prototype weights. {WEIGHTS_REVEAL}"
+    paper = "Caron et al. 2020 (SwAV), averaged as in McMahan et al. 2017"
+    pairs_views = True
+    leaves = f"Encoder, projector and prototype weights. {WEIGHTS_REVEAL}"
 
-    prototypes: int = 300  # P; the paper's 3,000 are for ImageNet
-    epsilon: float = 0.05
-    sinkhorn_iterations: int = 3
-    temperature: float = 0.1
-    queue: int = 3840  # projections per view that make Sinkhorn's batch larger; 0: none
-    freeze_epochs: int = 1  # at the beginning of the run, in which the prototypes stay
-    projection_head: str = "mlp:2048:128"
-
-    def __post_init__(self) -> None:
-        for name in ("epsilon", "temperature"):
-            require(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0")
-        for name in ("prototypes", "sinkhorn_iterations"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("queue", "freeze_epochs"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone and projector: images B×C×H×W to projections B×d."""
-        return projecting(self.projection_head, ctx)
+    prototypes: int = setting(300, "The prototypes P (the paper: 3,000).", at_least=1)
+    epsilon: float = setting(0.05, "The temperature ε of Sinkhorn's assignments.", above=0)
+    sinkhorn_iterations: int = setting(3, "The iterations of Sinkhorn.", at_least=1)
+    temperature: float = setting(0.1, "The temperature τ of the predictions.", above=0)
+    queue: int = setting(3840, "Projections that enlarge Sinkhorn's batch.", at_least=0)
+    freeze_epochs: int = setting(1, "The first epochs, in which prototypes stay.", at_least=0)
+    projection_head: str = named_head("mlp:2048:128")
 
     def layer(self, ctx: Context) -> nn.Linear:
         """The prototypes: projections B×d to similarities B×P."""
-        return nn.Linear(projected_width(self.projection_head, ctx), self.prototypes, bias=False)
+        return nn.Linear(self.width(ctx), self.prototypes, bias=False)
 
     def init_server(self, ctx: ServerContext) -> Prototyped:
         """Freshly initialised, the prototypes as random unit rows."""
@@ -120,7 +100,7 @@ class FedSwAV(Averaging[Prototyped, None]):
         return sinkhorn(both, self.sinkhorn_iterations)[:, held.shape[1] :]
 
     def aggregate(
-        self, server: Prototyped, reports: Iterable[Report[Prototyped]], ctx: ServerContext
+        self, server: Prototyped, reports: Reports[Prototyped], ctx: ServerContext
     ) -> Prototyped:
         """The mean, its prototypes with unit rows."""
         return unit(super().aggregate(server, reports, ctx))

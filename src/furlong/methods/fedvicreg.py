@@ -12,36 +12,27 @@ c: squared covariances of different features.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
-from typing import ClassVar
 
 from torch import Tensor, nn
 
-from furlong.core.context import Batch, Context
-from furlong.errors import require
-from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork, projecting
+from furlong.core.context import Batch
+from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
+from furlong.methods.networks import Projecting, named_head
 from furlong.nn.losses import vicreg
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class FedVICReg(OneNetwork):
+class FedVICReg(Projecting, OneNetwork):
     """Bring views together while every feature keeps its spread and tells something of its own."""
 
-    paper: ClassVar[str] = "Bardes et al. 2022 (VICReg), averaged as in McMahan et al. 2017"
-    leaves: ClassVar[str] = f"Encoder and expander weights. {WEIGHTS_REVEAL}"
+    paper = "Bardes et al. 2022 (VICReg), averaged as in McMahan et al. 2017"
+    leaves = f"Encoder and expander weights. {WEIGHTS_REVEAL}"
 
-    invariance: float = 25.0  # λ
-    variance: float = 25.0  # μ
-    covariance: float = 1.0  # ν
-    projection_head: str = "expander"  # 2048 wide; the paper's is 8192, for ImageNet
-
-    def __post_init__(self) -> None:
-        for name in ("invariance", "variance", "covariance"):
-            require(0 <= getattr(self, name) < inf, name, getattr(self, name), "at least 0")
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone and expander: images B×C×H×W to projections B×d_z."""
-        return projecting(self.projection_head, ctx)
+    invariance: float = setting(25.0, "The weight λ of the invariance term.", at_least=0)
+    variance: float = setting(25.0, "The weight μ of the variance term.", at_least=0)
+    covariance: float = setting(1.0, "The weight ν of the covariance term.", at_least=0)
+    projection_head: str = named_head("expander")  # 2048 wide; the paper's is 8192, for ImageNet
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """One pass per view, as in the authors' code."""

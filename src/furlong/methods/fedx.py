@@ -10,53 +10,37 @@ Han et al., ECCV 2022 (arXiv 2207.09158), on SimCLR.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
-from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from furlong.core.context import ClientContext, Context
+from furlong.core.context import ClientContext
 from furlong.core.method import Local
 from furlong.core.weights import snapshot
-from furlong.errors import require
-from furlong.methods.base import (
-    WEIGHTS_REVEAL,
-    Model,
-    OneModel,
-    extended,
-    predicting,
-    projecting,
-)
+from furlong.methods.base import WEIGHTS_REVEAL, Model, OneModel
+from furlong.methods.networks import WithPredictor, named_head
 from furlong.nn.losses import nt_xent, relational
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class FedX(OneModel[None]):
+class FedX(WithPredictor, OneModel[None]):
     """Contrast, and relate to other images, as oneself and as the global model does."""
 
-    paper: ClassVar[str] = (
+    paper = (
         "Han et al., FedX: Unsupervised Federated Learning with Cross Knowledge Distillation, "
         "ECCV 2022"
     )
-    leaves: ClassVar[str] = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+    leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
 
-    temperature: float = 0.1
-    local_temperature: float = 0.1  # of the relations' mean, local (the code's ts) …
-    global_temperature: float = 0.1  # … and global (tt)
-    reverse_kl: bool = False  # KL(mean‖relation) as in the authors' code, not the paper's JS
-    projection_head: str = "fedx_proj"
-    prediction_head: str = "fedx_pred"
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "local_temperature", "global_temperature"):
-            require(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0")
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone, projector and predictor in a row."""
-        net = projecting(self.projection_head, ctx)  # first: the same start as other methods
-        predictor = predicting(self.projection_head, self.prediction_head, ctx)
-        return extended(net, predictor=predictor)
+    temperature: float = setting(0.1, "The temperature of the losses.", above=0)
+    local_temperature: float = setting(
+        0.1, "The local mean's temperature (the code's ts).", above=0
+    )
+    global_temperature: float = setting(0.1, "The global mean's temperature (tt).", above=0)
+    reverse_kl: bool = setting(False, "Use KL(mean‖relation) as in the authors' code, not JS.")
+    projection_head: str = named_head("fedx_proj")
+    prediction_head: str = named_head("fedx_pred")
 
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
         """Two views of a batch and one view of another, through both networks."""

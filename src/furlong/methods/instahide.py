@@ -24,29 +24,24 @@ from furlong.errors import FurlongError
 TRIES = 1000  # for each row of coefficients
 
 
-def instahide(x: Tensor, mix: int, max_coefficient: float) -> Tensor:
-    """Every image of ``x`` B×C×H×W mixed with ``mix`` - 1 others of the batch, signs flipped."""
-    weights = coefficients(len(x), mix, max_coefficient)
-    others = torch.rand(mix - 1, len(x)).argsort(dim=1).T
-    sources = torch.cat([torch.arange(len(x))[:, None], others], dim=1)
-    return _signed(_mixed(x, sources, weights))
-
-
-def instahide_cross(
+def instahide(
     x: Tensor,
-    public: Tensor,
-    mix: int = 6,
+    mix: int,
+    max_coefficient: float,
+    public: Tensor | None = None,
     private: int = 2,
     private_share: float = 0.3,
-    max_coefficient: float = 0.65,
 ) -> Tensor:
-    """Every image of ``x`` B×C×H×W mixed with ``private`` - 1 others and ``public`` P×C×H×W.
+    """Every image of ``x`` B×C×H×W mixed with ``mix`` - 1 others of the batch, signs flipped.
 
-    The private images together weigh at least ``private_share``.
+    With ``public`` P×C×H×W, only ``private`` images of a mixture are of the batch, which together
+    weigh at least ``private_share``.
     """
+    if public is None:
+        public, private, private_share = x[:0], mix, 0.0
     weights = coefficients(len(x), mix, max_coefficient, private, private_share)
     others = torch.rand(private - 1, len(x)).argsort(dim=1).T
-    foreign = len(x) + torch.randint(len(public), (len(x), mix - private))
+    foreign = len(x) + torch.randint(max(1, len(public)), (len(x), mix - private))
     sources = torch.cat([torch.arange(len(x))[:, None], others, foreign], dim=1)
     return _signed(_mixed(torch.cat([x, public]), sources, weights))
 

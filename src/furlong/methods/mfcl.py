@@ -10,14 +10,11 @@ trains a discriminator and a projector on it with SimCLR's loss. The encoder is 
 
 from __future__ import annotations
 
-import shutil
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from math import ceil, inf
-from pathlib import Path
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +22,21 @@ from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
 from furlong.core.context import ClientContext, Context, Exchange, ServerContext, Setup, Shard
-from furlong.core.method import Local, Method, Report
+from furlong.core.method import Local, Method, Reports
 from furlong.core.payload import Weights, payload
-from furlong.core.weights import BatchNormPolicy, restore, snapshot
+from furlong.core.weights import prefixed, snapshot
 from furlong.data.augment import unit
-from furlong.errors import FurlongError, require
-from furlong.files import mapped, require_space, write
+from furlong.errors import FurlongError
 from furlong.methods.base import WEIGHTS_REVEAL, Model
-from furlong.nn.encoders import head, out_dim
+from furlong.methods.networks import chained, filled, named_head
+from furlong.methods.representations import Store, Stored, stacked
+from furlong.nn.encoders import out_dim, trunk
+from furlong.nn.heads import head
 from furlong.nn.losses import nt_xent
 from furlong.nn.optimisers import LARS, warmup_cosine
 from furlong.nn.peernorm import Kind, Statistics, peers
-from furlong.nn.sensor import REPRESENTATION_CHANNELS, Sensor, trunk
+from furlong.nn.sensor import REPRESENTATION_CHANNELS, Sensor
+from furlong.settings import setting
 
 
 @payload("furlong.methods.mfcl.Server")
@@ -60,14 +60,14 @@ class Codes:
 class MFCL(Method[Server, None, Model, Model | Codes]):
     """A small autoencoder learns at the clients, the rest learns at the server from its codes."""
 
-    paper: ClassVar[str] = (
+    paper = (
         "Modular Federated Contrastive Learning with Peer Normalization, anonymous submission, 2022"
     )
-    leaves: ClassVar[str] = (
+    leaves = (
         "Sensor weights; then the sensor's representations of two views of every image, from which "
         "the server, which holds the decoder, can draw the images. " + WEIGHTS_REVEAL
     )
-    caution: ClassVar[str] = (
+    caution = (
         "The representations are invertible by construction: the decoder that was trained to "
         "invert them is at the server, and rep32 has 65,536 values for an image of 3,072. "
         "BatchNorm's collapse in the paper depends on bn_stats, and its GroupNorm baseline had "
@@ -75,42 +75,41 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         "Refreshing the views every epoch costs more traffic than averaging whole encoders."
     )
 
-    representation: Literal["rep32", "rep16"] = "rep32"
-    norm: Kind = "pn"
-    statistics: Statistics = "pooled"  # of peer normalization; avg_moments: the public code
-    reconstruction: Literal["bce", "mse"] = "bce"
-    # whether two views share statistics in phase 2 as well. Shared statistics tell which two belong
-    # together, so the discriminator could solve its task without looking at the images; the paper
-    # has PN for phase 1, and writes a representation as a function of one view.
-    pair_codes: bool = False
-    refresh: Literal["once", "per_epoch"] = "once"  # when clients send representations
-    drop: float = 0.0  # δ: share of the clients that are missing in phase 2
-    min_clients: int = 1  # Q
-    pairs_per_client: int = 32  # b
-    server_epochs: int = 400
-    server_optimiser: Literal["lars", "sgd"] = "lars"
-    server_lr: float = 1.5  # per 256 pairs
-    server_momentum: float = 0.9
-    server_weight_decay: float = 1e-4
-    warmup: float = 0.025  # share of the epochs: 10 of 400
-    temperature: float = 0.3
-    projection_head: str = "mfcl_proj"
-    probe_input: Literal["backbone", "projection"] = "backbone"  # what the encoder ends with
-    upload_mb: int = 256  # most that a client sends at once; a few per worker are in memory
-    bn_stats: BatchNormPolicy = field(default="average", kw_only=True)
-
-    def __post_init__(self) -> None:
-        require(0 <= self.drop < 1, "drop", self.drop, "at least 0 and below 1")
-        for name in ("min_clients", "pairs_per_client", "server_epochs", "upload_mb"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        for name in ("temperature", "server_lr"):
-            require(0 < getattr(self, name) < inf, name, getattr(self, name), "above 0")
-        require(0 <= self.warmup <= 1, "warmup", self.warmup, "a share, 0 to 1")
-        momentum, decay = self.server_momentum, self.server_weight_decay
-        require(0 <= momentum < 1, "server_momentum", momentum, "at least 0 and below 1")
-        require(0 <= decay < inf, "server_weight_decay", decay, "at least 0")
-
-    # ------------------------------------------------------------ plan
+    representation: Literal["rep32", "rep16"] = setting(
+        "rep32", "Representations with the sides of the image, or with half of them."
+    )
+    norm: Kind = setting("pn", "The sensor's normalisation; pn is peer normalization.")
+    statistics: Statistics = setting(
+        "pooled", "The statistics of peer normalization; avg_moments is the public code's."
+    )
+    reconstruction: Literal["bce", "mse"] = setting("bce", "The sensor's loss.")
+    # Shared statistics tell which two belong together, so the discriminator could solve its task
+    # without looking at the images; the paper has PN for phase 1, and writes a representation as a
+    # function of one view.
+    pair_codes: bool = setting(False, "Let two views share statistics in phase 2 as well.")
+    refresh: Literal["once", "per_epoch"] = setting(
+        "once", "When clients send representations: once, or before each epoch of the server."
+    )
+    drop: float = setting(0.0, "The share δ of clients that miss phase 2.", at_least=0, below=1)
+    min_clients: int = setting(1, "The fewest clients Q of a step in phase 2.", at_least=1)
+    pairs_per_client: int = setting(32, "The pairs b of each client in a step.", at_least=1)
+    server_epochs: int = setting(400, "The epochs of phase 2.", at_least=1)
+    server_optimiser: Literal["lars", "sgd"] = setting("lars", "The optimiser of phase 2.")
+    server_lr: float = setting(1.5, "The learning rate of phase 2 for 256 pairs.", above=0)
+    server_momentum: float = setting(0.9, "The momentum of phase 2.", at_least=0, below=1)
+    server_weight_decay: float = setting(1e-4, "The weight decay of phase 2.", at_least=0)
+    warmup: float = setting(
+        0.025,
+        "The share of phase 2 in which the rate rises.",
+        at_least=0,
+        at_most=1,
+    )
+    temperature: float = setting(0.3, "The temperature of SimCLR's loss.", above=0)
+    projection_head: str = named_head("mfcl_proj")
+    probe_input: Literal["backbone", "projection"] = setting(
+        "backbone", "Whether the encoder ends with the discriminator or with the projector."
+    )
+    upload_mb: int = setting(256, "The most megabytes that a client sends at once.", at_least=1)
 
     def plan(self, setup: Setup) -> Iterator[Exchange]:
         """Rounds of sensor training; then representations, and epochs of the server's own."""
@@ -132,29 +131,24 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
                 f"method.drop = {self.drop} leaves {left} of {len(clients)} clients for phase 2; "
                 f"method.min_clients is {self.min_clients}."
             )
-        order = torch.randperm(
-            len(clients), generator=torch.Generator().manual_seed(setup.seed)
-        ).tolist()
+        generator = torch.Generator().manual_seed(setup.seed)
+        order = torch.randperm(len(clients), generator=generator).tolist()
         return tuple(sorted(clients[i] for i in order[:left]))
 
-    def shape(self, setup: Setup) -> tuple[int, int, int]:
-        """Of one representation."""
+    def shape(self, setup: Setup) -> tuple[int, int, int, int]:
+        """Of the representations of two views of an image, 2×64×S×S."""
         size = setup.image_size if self.representation == "rep32" else setup.image_size // 2
-        return REPRESENTATION_CHANNELS, size, size
+        return 2, REPRESENTATION_CHANNELS, size, size
 
     def parts(self, setup: Setup) -> int:
         """In how many exchanges clients send their representations."""
-        channels, height, width = self.shape(setup)
-        pair = 2 * channels * height * width * 4
-        at_once = max(1, (self.upload_mb << 20) // pair)
+        at_once = max(1, (self.upload_mb << 20) // (4 * prod(self.shape(setup))))
         return ceil(max(setup.sizes.values()) / at_once)
 
     def images_of(self, client: int, part: int, setup: Setup) -> range:
         """The client's images whose representations are in ``part``."""
         parts = self.parts(setup)
         return range(part, setup.sizes[client] if part < parts else 0, parts)
-
-    # ------------------------------------------------------------ networks
 
     def architecture(self, encoder: str) -> str:
         """``rep32_pn+resnet18``."""
@@ -172,16 +166,14 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
 
     def discriminator(self, ctx: Context) -> nn.Module:
         """Representations B×64×S×S to projections B×d_z."""
-        channels, size, _ = self.shape(ctx.setup)
+        _, channels, size, _ = self.shape(ctx.setup)
         body = trunk(ctx.setup.encoder.split("+")[1], size)
         projector = head(self.projection_head, out_dim(body, channels, size))
-        return nn.Sequential(OrderedDict(discriminator=body, projector=projector))
+        return chained(discriminator=body, projector=projector)
 
     def init_server(self, ctx: ServerContext) -> Server:
         """Both networks, freshly initialised."""
         return Server(snapshot(self.sensor(ctx)), snapshot(self.discriminator(ctx)), {}, {})
-
-    # ------------------------------------------------------------ clients
 
     def download(self, server: Server, client: int, ctx: ServerContext) -> Model:  # noqa: ARG002
         """The sensor; its encoder alone when representations are wanted."""
@@ -214,71 +206,55 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         """Representations n×2×64×S×S of one part of the client's images, in random order."""
 
         def build() -> nn.Module:
-            whole = self.sensor(ctx)
-            return nn.Sequential(OrderedDict(encoder=whole.get_submodule("encoder")))
+            return chained(encoder=self.sensor(ctx).get_submodule("encoder"))
 
         encoder = ctx.network("encoder", build, down.weights).eval()
-        own = torch.tensor(
-            self.images_of(ctx.client, ctx.exchange.part, ctx.setup), dtype=torch.long
-        )
-        pairs = torch.empty(len(own), 2, *self.shape(ctx.setup))
+        own = torch.tensor(self.images_of(ctx.client, ctx.exchange.part, ctx.setup)).long()
+        pairs, start = torch.empty(len(own), *self.shape(ctx.setup)), 0
         shard = Shard(ctx.data.images, ctx.data.rows[own[torch.randperm(len(own))]])
-        start = 0
         once = ctx.batches_of(shard, 1, shuffle=False, counted=False) if len(own) else ()
         for batch in once:
             with torch.no_grad(), peers(encoder) if self.pair_codes else nullcontext():
-                first, second = encoder(torch.cat(batch.views())).chunk(2)
-            pairs[start : start + len(first), 0] = first
-            pairs[start : start + len(first), 1] = second
-            start += len(first)
+                codes = encoder(torch.cat(batch.views())).chunk(2)
+            pairs[start : start + len(codes[0])] = torch.stack(codes, dim=1)
+            start += len(codes[0])
         return pairs
-
-    # ------------------------------------------------------------ server
 
     def expected(self, server: Server, client: int, ctx: ServerContext) -> Model | Codes:
         """A sensor, or representations."""
         if ctx.exchange.kind == "sensor":
             return Model(server.sensor)
         count = len(self.images_of(client, ctx.exchange.part, ctx.setup))
-        return Codes(torch.zeros(()).expand(count, 2, *self.shape(ctx.setup)))
+        return Codes(torch.zeros(()).expand(count, *self.shape(ctx.setup)))
 
     def aggregate(
-        self, server: Server, reports: Iterable[Report[Model | Codes]], ctx: ServerContext
+        self, server: Server, reports: Reports[Model | Codes], ctx: ServerContext
     ) -> Server:
         """Average sensors, store representations, or train an epoch."""
         if ctx.exchange.kind == "discriminate":
             return self.train(server, ctx)
         if ctx.exchange.kind == "encode":
-            return self.store(server, reports, ctx)
+            return self.keep(server, reports, ctx)
         combined: Combiner[Model] = ctx.combining(self.bn_stats)
         for report in reports:
             assert isinstance(report.upload, Model)
             combined.add(report.upload, report.examples)
         return replace(server, sensor=combined.onto(Model(server.sensor)).weights)
 
-    def folder(self, ctx: ServerContext) -> Path:
-        """Where the representations of this epoch lie."""
+    def store(self, ctx: ServerContext) -> Store:
+        """The representations of this epoch."""
         epoch = ctx.exchange.round - ctx.setup.rounds if self.refresh == "per_epoch" else 0
-        return ctx.workspace() / f"representations-{epoch:04d}"
+        return Store(ctx.workspace(), epoch, self.shape(ctx.setup))
 
-    def store(
-        self, server: Server, reports: Iterable[Report[Model | Codes]], ctx: ServerContext
-    ) -> Server:
+    def keep(self, server: Server, reports: Reports[Model | Codes], ctx: ServerContext) -> Server:
         """To disk with the representations; the state only says which there are."""
-        folder, part = self.folder(ctx), ctx.exchange.part
-        held = {} if part == 0 else dict(server.held)
-        folder.mkdir(exist_ok=True)
+        store, part, held = self.store(ctx), ctx.exchange.part, dict(server.held)
         if part == 0:
-            for old in ctx.workspace().glob("representations-*"):  # checkpoints are between rounds
-                if old != folder:
-                    shutil.rmtree(old, ignore_errors=True)
-            senders = set(ctx.exchange.clients or ())
-            images = sum(n for client, n in ctx.setup.sizes.items() if client in senders)
-            channels, height, width = self.shape(ctx.setup)
-            require_space(folder, images * 2 * channels * height * width * 4)
+            senders, held = set(ctx.exchange.clients or ()), {}
+            store.prepare(sum(n for client, n in ctx.setup.sizes.items() if client in senders))
         for report in reports:
             assert isinstance(report.upload, Codes)
-            write(_file(folder, report.client, part), report.upload.pairs)
+            store.put(report.client, part, report.upload.pairs)
             held[report.client] = (*held.get(report.client, ()), part)
         return replace(server, held=held)
 
@@ -322,13 +298,11 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         """For every step, b random pairs of each client that has as many left in this epoch."""
         queues = []
         for client, parts in server.held.items():
-            counts = [len(self.images_of(client, part, ctx.setup)) for part in parts]
-            files = [_file(self.folder(ctx), client, part) for part in parts]
-            shape = (2, *self.shape(ctx.setup))
-            codes = Stored([mapped(f, (n, *shape)) for f, n in zip(files, counts, strict=True)])
-            size = min(self.pairs_per_client, sum(counts))
-            order = torch.randperm(sum(counts))
-            queues.append([(codes, rows) for rows in torch.split(order, size) if len(rows) == size])
+            counts = {part: len(self.images_of(client, part, ctx.setup)) for part in parts}
+            codes, count = self.store(ctx).get(client, counts), sum(counts.values())
+            size = min(self.pairs_per_client, count)
+            order = torch.split(torch.randperm(count), size)
+            queues.append([(codes, rows) for rows in order if len(rows) == size])
         need = min(self.min_clients, len(ctx.setup.sizes))
         for step in range(max(map(len, queues), default=0)):
             now = [queue[step] for queue in queues if step < len(queue)]
@@ -353,40 +327,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     def encoder(self, server: Server, ctx: ServerContext) -> nn.Module:
         """Discriminator ∘ sensor, a lone image being its own peer."""
         encoder = ctx.encoder()
-        sensor = {
-            f"sensor.{name.removeprefix('encoder.')}": w
-            for name, w in server.sensor.items()
-            if name.startswith("encoder.")
-        }
+        sensor = {f"sensor.{n}": w for n, w in prefixed(server.sensor, "encoder").items()}
         names = encoder.state_dict().keys()
         rest = {name: w for name, w in server.discriminator.items() if name in names}
-        restore(encoder, sensor | rest)
-        return encoder.eval()
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A client's pairs in the files of its parts, each n×2×C×S×S."""
-
-    parts: Sequence[Tensor]
-
-    def take(self, rows: Tensor) -> Tensor:
-        """The pairs ``rows`` (b), counted through all parts, in any order: b×2×C×S×S."""
-        found, start = [], 0
-        for part in self.parts:
-            found.append(part[rows[(rows >= start) & (rows < start + len(part))] - start])
-            start += len(part)
-        return torch.cat(found)
-
-
-def _file(folder: Path, client: int, part: int) -> Path:
-    return folder / f"client-{client:05d}-part-{part:04d}.bin"
-
-
-def stacked(mini_batches: Sequence[Tensor]) -> Tensor:
-    """Pairs b×2×C×H×W of each client to one batch 2P×C×H×W: the peer of row r is row r + P.
-
-    One random permutation for the first and the second views.
-    """
-    pairs = torch.cat(list(mini_batches))
-    return pairs[torch.randperm(len(pairs))].transpose(0, 1).flatten(0, 1)
+        return filled(encoder, sensor | rest)

@@ -10,8 +10,6 @@ first participation: the received one, which makes ℓ the constant ln 2).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,44 +18,31 @@ from torch import Tensor, nn
 from furlong.core.context import ClientContext, Context, ServerContext
 from furlong.core.method import Local
 from furlong.core.weights import snapshot
-from furlong.errors import require
-from furlong.methods.base import (
-    Model,
-    OneModel,
-    extended,
-    filled,
-    projected_width,
-    projecting,
-)
+from furlong.methods.base import Model, OneModel
 from furlong.methods.fedavg import LABELS_REVEAL
+from furlong.methods.networks import Projecting, extended, filled, named_head
 from furlong.nn.losses import moon_contrast
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class MOON(OneModel[Model | None]):
+class MOON(Projecting, OneModel[Model | None]):
     """Learn the labels; stay nearer to the global model's view of an image than to one's own."""
 
-    paper: ClassVar[str] = "Li, He, Song, Model-Contrastive Federated Learning, CVPR 2021"
-    needs_labels: ClassVar[bool] = True
-    keeps: ClassVar[str] = "its last local model"
-    leaves: ClassVar[str] = (
-        f"Encoder, projector and classifier weights, never labels. {LABELS_REVEAL}"
-    )
-    usual_augment: ClassVar[str] = "flip_crop"
+    paper = "Li, He, Song, Model-Contrastive Federated Learning, CVPR 2021"
+    needs_labels = True
+    keeps = "its last local model"
+    leaves = f"Encoder, projector and classifier weights, never labels. {LABELS_REVEAL}"
+    usual_augment = "flip_crop"
 
-    mu: float = 5.0
-    temperature: float = 0.5
-    projection_head: str = "moon_proj"
-
-    def __post_init__(self) -> None:
-        require(0 <= self.mu < inf, "mu", self.mu, "at least 0")
-        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
+    mu: float = setting(5.0, "The weight μ of the contrastive term.", at_least=0)
+    temperature: float = setting(0.5, "The temperature τ of the contrastive term.", above=0)
+    projection_head: str = named_head("moon_proj")
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone, projector and classifier in a row: images B×C×H×W to scores B×n."""
-        width = projected_width(self.projection_head, ctx)
-        net = projecting(self.projection_head, ctx)  # first: the same start as other methods
-        return extended(net, classifier=nn.Linear(width, ctx.setup.classes))
+        net = super().network(ctx)  # first: the same start as other methods
+        return extended(net, classifier=nn.Linear(self.width(ctx), ctx.setup.classes))
 
     def local_update(
         self, state: Model | None, down: Model, ctx: ClientContext

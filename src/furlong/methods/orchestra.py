@@ -15,27 +15,27 @@ changes in that exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from math import inf
-from typing import ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
-from furlong.core.context import ClientContext, Context, Exchange, ServerContext, Setup
-from furlong.core.method import Local, Method, Report
+from furlong.core.context import ClientContext, Exchange, ServerContext, Setup
+from furlong.core.method import Local, Method, Reports
 from furlong.core.payload import Weights, payload
-from furlong.core.weights import BatchNormPolicy, ema_, snapshot
+from furlong.core.weights import ema_, snapshot
 from furlong.data.augment import rotated
 from furlong.errors import require
 from furlong.methods.bank import enqueue, new_bank
-from furlong.methods.base import WEIGHTS_REVEAL, backbone, projected_width, projecting
+from furlong.methods.base import WEIGHTS_REVEAL
+from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.clustering import equalised_kmeans, fit_prototypes
 from furlong.nn.encoders import untracked
 from furlong.nn.losses import cluster_agreement
+from furlong.settings import setting
 
 
 @payload("furlong.methods.orchestra.Nets")
@@ -72,44 +72,40 @@ class State:
 
 
 @dataclass(frozen=True)
-class Orchestra(Method[Shared, State | None, Shared, Up]):
+class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
     """Global clusters of local clusters are the targets, turned images keep from collapsing."""
 
-    paper: ClassVar[str] = (
+    paper = (
         "Lubana et al., Orchestra: Unsupervised Federated Learning via Globally Consistent "
         "Clustering, ICML 2022"
     )
-    usual_augment: ClassVar[str] = "orchestra"
-    keeps: ClassVar[str] = (
-        "nothing; with stateful = true its target network and method.memory projections"
-    )
-    leaves: ClassVar[str] = (
+    usual_augment = "orchestra"
+    keeps = "nothing; with stateful = true its target network and method.memory projections"
+    leaves = (
         "Weights of the network, its target copy and the rotation layer, and "
         "method.local_clusters centroids, each the mean direction of projections of the client's "
         "images. A centroid is of method.memory / method.local_clusters images on average; the "
         "official code also sends their projections one by one, which is left out here. "
         f"{WEIGHTS_REVEAL}"
     )
-    caution: ClassVar[str] = (
+    caution = (
         "Clusters are only about equal in size: a centroid can stand for one image, and does when "
         "a client has hardly more images than local clusters."
     )
 
-    temperature: float = 0.1
-    decay: float = 0.996  # m
-    global_clusters: int = 128  # G
-    local_clusters: int = 16  # L
-    memory: int = 128  # M
-    server_steps: int = 500
-    stateful: bool = False  # clients keep target and memory; else they get and fill them
-    projection_head: str = "orchestra_proj"
-    bn_stats: BatchNormPolicy = field(default="average", kw_only=True)
+    temperature: float = setting(0.1, "The temperature T of the assignments.", above=0)
+    decay: float = setting(0.996, "The decay m of the target network.", at_least=0, at_most=1)
+    global_clusters: int = setting(128, "The number G of global clusters.", at_least=1)
+    local_clusters: int = setting(16, "The number L of clusters of a client.", at_least=1)
+    memory: int = setting(128, "The number M of projections that a client clusters, at least L.")
+    server_steps: int = setting(500, "The steps of the server's clustering.", at_least=1)
+    stateful: bool = setting(
+        False, "Clients keep target network and memory; otherwise they are sent and filled anew."
+    )
+    projection_head: str = named_head("orchestra_proj")
 
     def __post_init__(self) -> None:
-        require(0 < self.temperature < inf, "temperature", self.temperature, "above 0")
-        require(0 <= self.decay <= 1, "decay", self.decay, "between 0 and 1")
-        for name in ("global_clusters", "local_clusters", "server_steps"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        super().__post_init__()
         rule = f"at least method.local_clusters, {self.local_clusters}"
         require(self.memory >= self.local_clusters, "memory", self.memory, rule)
 
@@ -118,14 +114,6 @@ class Orchestra(Method[Shared, State | None, Shared, Up]):
         yield Exchange(0, "cluster")
         for index in range(setup.rounds):
             yield Exchange(index)
-
-    def network(self, ctx: Context) -> nn.Module:
-        """Backbone and projector: images B×C×H×W to projections B×d."""
-        return projecting(self.projection_head, ctx)
-
-    def width(self, ctx: Context) -> int:
-        """D."""
-        return projected_width(self.projection_head, ctx)
 
     def init_server(self, ctx: ServerContext) -> Shared:
         """Freshly initialised networks, ξ = θ; random C to start from."""
@@ -199,9 +187,7 @@ class Orchestra(Method[Shared, State | None, Shared, Up]):
         rows = torch.zeros(()).expand(self.local_clusters, self.width(ctx))
         return Up(None if ctx.exchange.kind == "cluster" else server.nets, rows)
 
-    def aggregate(
-        self, server: Shared, reports: Iterable[Report[Up]], ctx: ServerContext
-    ) -> Shared:
+    def aggregate(self, server: Shared, reports: Reports[Up], ctx: ServerContext) -> Shared:
         """Mean of the networks; C goes on from where it is to the new local centroids."""
         combined: Combiner[Nets] = ctx.combining(self.bn_stats)
         local: list[Tensor] = []
@@ -214,8 +200,7 @@ class Orchestra(Method[Shared, State | None, Shared, Up]):
                 continue
             # a copy: the upload's tensors are views that keep its whole buffer alive
             local.append(rows.clone())
-        trained = ctx.exchange.kind != "cluster"
-        nets = combined.onto(server.nets) if trained else server.nets
+        nets = combined.onto(server.nets)
         if not local:
             return Shared(nets, server.centroids)
         assert server.centroids is not None

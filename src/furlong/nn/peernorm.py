@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from furlong.errors import FurlongError, nearest
-from furlong.nn.encoders import ResNet
+from furlong.nn.backbones import ResNet
 
 Statistics = Literal["pooled", "avg_moments", "eq3_literal"]
 Kind = Literal["pn", "gn", "gn32", "bn", "none"]  # gn32: the groups of MFCL's public code
-EarlyKind = Literal["gn", "pn"]
 
-EARLY: dict[str, EarlyKind] = {"gn": "gn", "pn": "pn"}  # as in ``resnet18+pn``
+EARLY: dict[str, Kind] = {"gn": "gn", "pn": "pn"}  # as in ``resnet18+pn``
 
 
 def _groups(channels: int, groups: int) -> int:
@@ -181,7 +180,7 @@ def norm(
     raise FurlongError(f"Unknown norm {kind!r}. {nearest(kind, get_args(Kind))}")
 
 
-def with_early_norm(encoder: nn.Module, kind: EarlyKind) -> nn.Module:
+def with_early_norm(encoder: nn.Module, kind: str) -> nn.Module:
     """``encoder`` itself, with the batch norms after its first two convolutions replaced.
 
     In a user's own encoder these are the first two ``BatchNorm2d`` in the order of its modules.
@@ -202,5 +201,5 @@ def with_early_norm(encoder: nn.Module, kind: EarlyKind) -> nn.Module:
         )
     for name in early:
         parent, _, child = name.rpartition(".")
-        setattr(encoder.get_submodule(parent), child, norm(kind, norms[name]))
+        setattr(encoder.get_submodule(parent), child, norm(EARLY[kind], norms[name]))
     return encoder

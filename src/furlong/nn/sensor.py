@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from furlong.errors import FurlongError, nearest
-from furlong.nn.encoders import ENCODERS, ResNet, build_encoder, head, head_dim, out_dim
+from furlong.nn.backbones import ResNet
+from furlong.nn.heads import head_dim
 from furlong.nn.peernorm import Kind, Statistics, norm
 
 Representation = Literal["rep32", "rep16"]
@@ -24,7 +25,7 @@ def _pool(here: bool) -> nn.Module:
     return nn.MaxPool2d(2) if here else nn.Identity()
 
 
-def _require_even(height: int, width: int) -> None:
+def require_even(height: int, width: int) -> None:
     if height % 2 or width % 2:
         raise FurlongError(
             f"MFCL's sensor got images of {height}×{width}; both sides must be even, because it "
@@ -49,7 +50,7 @@ class SensorEncoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """B×C×S×S to B×64×S×S (rep32) or B×64×S/2×S/2 (rep16)."""
-        _require_even(*x.shape[2:])
+        require_even(*x.shape[2:])
         x = self.pool(self.relu(self.norm1(self.conv1(x))))
         out: Tensor = self.relu(self.norm2(self.conv2(x)))
         return out
@@ -128,27 +129,16 @@ class Trunk(nn.Module):
         return x.mean(dim=(2, 3))
 
 
-def trunk(name: str, image_size: int) -> nn.Module:
-    """The discriminator: B×64×``image_size``×``image_size`` to B×d, with d as ``out_dim``.
-
-    One of our ResNets loses its stem, any other encoder gets 64 input channels.
-    """
-    encoder = build_encoder(name, REPRESENTATION_CHANNELS, image_size)
-    if name in ENCODERS and isinstance(encoder, ResNet):
-        return Trunk(encoder)
-    return encoder
-
-
 class Modular(nn.Module):
-    """Sensor, discriminator and, if there is one, projector in a row."""
+    """Sensor, discriminator (to features of ``width``) and, if there is one, projector in a row."""
 
     def __init__(
-        self, sensor: nn.Module, discriminator: nn.Module, projector: nn.Module | None = None
+        self, sensor: nn.Module, discriminator: nn.Module, width: int, projector: nn.Module | None
     ) -> None:
         super().__init__()
         self.sensor, self.discriminator = sensor, discriminator
         self.projector = nn.Identity() if projector is None else projector
-        self.out_dim = out_dim(discriminator) if projector is None else head_dim(projector)
+        self.out_dim = width if projector is None else head_dim(projector)
 
     def forward(self, x: Tensor) -> Tensor:
         """B×C×S×S to B×d."""
@@ -156,34 +146,8 @@ class Modular(nn.Module):
         return features
 
 
-def _sensors() -> dict[str, tuple[Representation, Kind, Statistics]]:
-    """Every sensor by its name; statistics are PN's alone."""
-    found: dict[str, tuple[Representation, Kind, Statistics]] = {}
-    for size in get_args(Representation):
-        found |= {f"{size}_{kind}": (size, kind, "pooled") for kind in get_args(Kind)}
-        found |= {f"{size}_pn.{way}": (size, "pn", way) for way in get_args(Statistics)}
-    return found
-
-
-SENSORS = _sensors()
-
-
-def modular(name: str, channels: int, image_size: int) -> Modular:
-    """The encoder ``SENSOR+TRUNK`` or ``SENSOR+TRUNK+HEAD`` with fresh weights.
-
-    ``SENSOR`` is e.g. ``rep32_pn``, ``rep16_bn`` or ``rep32_pn.avg_moments``, ``TRUNK`` the name of
-    an encoder and ``HEAD`` of a head: ``rep32_pn+resnet18+mfcl_proj``.
-    """
-    first, *parts = name.split("+")
-    if first not in SENSORS:
-        raise FurlongError(f"Encoder {name!r}: unknown sensor {first!r}. {nearest(first, SENSORS)}")
-    if len(parts) not in (1, 2):
-        raise FurlongError(
-            f"Encoder {name!r} has {len(parts) + 1} parts; it must be SENSOR+TRUNK or "
-            "SENSOR+TRUNK+HEAD, e.g. 'rep32_pn+resnet18+mfcl_proj'."
-        )
-    _require_even(image_size, image_size)
-    representation, kind, statistics = SENSORS[first]
-    sensor = Sensor(channels, representation, kind, statistics).encoder
-    body = trunk(parts[0], image_size // 2 if representation == "rep16" else image_size)
-    return Modular(sensor, body, head(parts[1], out_dim(body)) if len(parts) == 2 else None)
+SENSORS: dict[str, tuple[Representation, Kind, Statistics]] = {
+    **{f"{r}_{k}": (r, k, "pooled") for r in get_args(Representation) for k in get_args(Kind)},
+    **{f"{r}_pn.{s}": (r, "pn", s) for r in get_args(Representation) for s in get_args(Statistics)},
+}
+"""Every sensor by its name; statistics are those of peer normalization alone."""

@@ -18,8 +18,8 @@ from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.reports.page import ENCODERS, percent
 from furlong.reports.tables import PROTOCOLS
-from furlong.runs import config, prepare
-from furlong.runs.cost import sent_by
+from furlong.runs import config
+from furlong.runs.cost import sent_by, without_data
 from furlong.runs.folder import RunFolder
 from furlong.words import size
 
@@ -193,9 +193,7 @@ def _fields(
     try:
         settings = config.load(run / "config.toml")
         sizes = dict(enumerate(split["sizes"]))
-        server = prepare.without_data(
-            settings, sizes, int(about["channels"]), int(about["image_size"])
-        )
+        server = without_data(settings, sizes, int(about["channels"]), int(about["image_size"]))
         flows = sent_by(server)
     except (FurlongError, KeyError, ValueError):
         return None

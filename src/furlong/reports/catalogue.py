@@ -1,19 +1,17 @@
-"""The methods in words and numbers: what ``furlong methods`` prints and docs/methods.md says."""
+"""The methods and the settings in words: ``furlong methods``, docs/methods.md, docs/options.md."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from dataclasses import dataclass, fields
-from typing import Any, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Any
 
 from furlong.core.payload import traffic
 from furlong.methods import METHODS
-from furlong.runs.config import from_tree, method_row
+from furlong.runs.config import from_tree, method_row, sections
 from furlong.runs.cost import flows
+from furlong.settings import facts
 from furlong.words import size
-
-_FIELD = re.compile(r"((?:^    # .+\n)*)^    (\w+): [^#\n]*(?:# (.+))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,7 @@ def entry(name: str, encoder: str = "resnet18") -> Entry:
     cls = row.cls
     config = from_tree({}, {"method": name, "encoder": encoder}, "options")
     method, resolved = config.make_method(), config.method
-    hints, meanings = get_type_hints(cls), _meanings(cls)
-    options = tuple(
-        Option(f.name, resolved[f.name], _kind(hints[f.name]), meanings.get(f.name, ""))
-        for f in fields(cls)  # type: ignore[arg-type]
-    )
+    options = tuple(Option(f.name, resolved[f.name], f.values, f.help) for f in facts(cls))
     wanted = {"labels": method.needs_labels, "public images": method.needs_public}
     return Entry(
         name,
@@ -68,22 +62,6 @@ def entry(name: str, encoder: str = "resnet18") -> Entry:
         dict(row.server),
         options,
     )
-
-
-def _kind(hint: Any) -> str:
-    choices = get_args(hint)
-    return " | ".join(map(str, choices)) if choices else str(hint.__name__)
-
-
-def _meanings(cls: type) -> dict[str, str]:
-    """Field -> the comment above or behind it in the source, the nearest class first."""
-    found: dict[str, str] = {}
-    for base in cls.__mro__[:-1]:
-        for above, name, behind in _FIELD.findall(inspect.getsource(base)):
-            lines = [line.strip(" #") for line in above.splitlines()]
-            if comment := " ".join(filter(None, [*lines, behind])):
-                found.setdefault(name, comment)
-    return found
 
 
 # ---------------------------------------------------------------- docs/methods.md
@@ -135,6 +113,35 @@ def _section(e: Entry) -> str:
             "",
         ]
     )
+
+
+# ---------------------------------------------------------------- docs/options.md
+
+_OPTIONS = """# Options
+
+<!-- made by `furlong methods --options > docs/options.md`; a test compares -->
+
+Every key of a configuration file is an option of `furlong run` too: `[train] rounds = 50` is
+`--train.rounds 50`, and some have a short name. A method's own fields are in
+[methods.md](methods.md). *Role* says what a setting can change: a **result** (the weights or what
+is measured of them, in the last bit), the **place** where and by which machinery it is computed, or
+how closely one **watches**. Runs that differ in *result* settings are different rows of a table.
+Settings with *resume* may be given anew to `furlong resume`.
+"""
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    lines = [_OPTIONS]
+    for section, cls in sections().items():
+        lines += [f"## [{section}]\n\n{cls.__doc__}\n"]
+        lines += [_row("key", "short", "default", "values", "role", ""), _row(*["---"] * 6)]
+        for fact in facts(cls):
+            short = f"`--{fact.short.replace('_', '-')}`" if fact.short else ""
+            role = f"{fact.role}, resume" if fact.resume else fact.role
+            lines.append(_row(f"`{fact.name}`", short, fact.usual, fact.values, role, fact.help))
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _row(*cells: str) -> str:

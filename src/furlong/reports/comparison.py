@@ -27,6 +27,7 @@ from furlong.reports.page import (
 from furlong.reports.tables import Group, Key, Row
 from furlong.runs.checkpoint import write_atomically
 from furlong.runs.folder import RunFolder
+from furlong.runs.grid import GRID
 from furlong.words import duration, size
 
 Line = dict[str, Any]
@@ -74,7 +75,7 @@ def fragment(groups: Sequence[Group]) -> str:
 
 def _command(folders: Sequence[Path]) -> str | None:
     """How the grid was made, if ``furlong compare`` made it."""
-    path = folders[0] / tables.GRID
+    path = folders[0] / GRID
     if len(folders) != 1 or not path.exists():
         return None
     try:

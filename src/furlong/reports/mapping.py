@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from furlong.evaluation import features
+from furlong.evaluation.features import features
 from furlong.reports import tsne
-from furlong.runs import config, prepare
+from furlong.runs import config
+from furlong.runs.datasets import load_data
 from furlong.runs.folder import RunFolder, load_encoder
+from furlong.runs.split import split_data
 from furlong.seeding import shuffled
 
 FILE = "tsne.json"
@@ -21,9 +23,9 @@ def make(run: Path) -> Path:
     folder = RunFolder.open(run)
     encoder = load_encoder(run)
     settings = config.load(run / "config.toml")
-    train, _, _ = prepare.load_data(settings)
+    train, _, _ = load_data(settings)
     owner = torch.empty(len(train), dtype=torch.int64)
-    for client, rows in enumerate(prepare.split_data(settings, train).indices):
+    for client, rows in enumerate(split_data(settings, train).indices):
         owner[rows] = client
     chosen = shuffled(len(train), settings.run.seed, "t-SNE")[: tsne.MOST]
     transform: Any = encoder.transform

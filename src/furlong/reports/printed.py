@@ -1,10 +1,12 @@
 """The numbers that the papers print, and which of them belong beside a run.
 
-``paper_results.csv`` has a line per printed accuracy, in our names; benchmarks/paper_results.py
-made it and says by which rules. A number belongs beside a run if data set, partition, clients,
-encoder, method (with the fields that an ablation names), bound, protocol and share of labels are
-the same. Budgets usually differ: ``budget`` says in words where a run had less or more than the
-paper.
+``papers/results.csv`` has a line per printed accuracy, in our names; benchmarks/paper_results.py
+made it and says by which rules. ``address`` names the row of ``furlong papers`` whose settings give
+the number.
+
+A number belongs beside a run if data set, partition, clients, encoder, method (with the fields that
+an ablation names), bound, protocol and share of labels are the same. The address is no condition:
+few runs have a paper's budget. ``budget`` says in words where a run had less or more.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Printed:
     rounds: int | None
     epochs: int | None
     note: str
+    address: str
 
     @property
     def source(self) -> str:
@@ -54,6 +57,12 @@ def printed() -> tuple[Printed, ...]:
     path = resources.files("furlong.papers").joinpath("results.csv")
     lines = path.read_text(encoding="utf-8").splitlines()
     return tuple(_read(line) for line in csv.DictReader(lines))
+
+
+def at(address: str) -> list[Printed]:
+    """What the papers print for a row; the paper that the number is from comes first."""
+    found = [row for row in printed() if row.address == address]
+    return sorted(found, key=lambda row: QUOTED in row.note)
 
 
 def _read(line: Mapping[str, str]) -> Printed:

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import FurlongError, nearest
-from furlong.evaluation import RECIPES
+from furlong.evaluation.linear import RECIPES
 from furlong.reports import printed
 from furlong.reports.significance import FEWEST, LEVEL, Difference, holm, paired
 from furlong.runs.config import Config, all_facts, is_place
 from furlong.runs.folder import RESULT, RunFolder, require
+from furlong.runs.grid import GRID
 from furlong.words import duration, size
 
 SECTIONS = ("method", "data", "model", "train", "evaluate", "run")  # that every run's file has
-GRID = "compare.json"  # in a grid's folder: its command and its cells
 ROW = ("method.name", "run.bound", "run.seed")  # told by a row's name and its seeds
 PROTOCOLS = {
     "knn": "kNN",

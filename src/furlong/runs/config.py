@@ -18,6 +18,7 @@ from furlong.core.method import AnyMethod, Method
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.linear import RECIPES
 from furlong.methods import METHODS, Row
+from furlong.runs import papers
 from furlong.settings import Fact, check, facts, setting
 
 T = TypeVar("T")
@@ -312,20 +313,29 @@ def is_place(name: str) -> bool:
     return fact is not None and fact.role == "place"
 
 
-def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+def resumable(config: Config) -> dict[str, Any]:
+    """The settings, by ``section.key``, that may be given anew when a run goes on."""
+    tree = asdict(config)
+    names = [name.split(".") for name, fact in all_facts().items() if fact.resume]
+    return {f"{section}.{key}": tree[section][key] for section, key in names}
+
+
+def load(source: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Defaults, then the TOML file, then ``section.key`` overrides; fields and values checked."""
-    tree = {} if path is None else read(path)
-    return from_tree(tree, overrides or {}, str(path) if path else "options")
+    tree = {} if source is None else read(source)
+    return from_tree(tree, overrides or {}, "options" if source is None else str(source))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
+def read(source: str | Path) -> dict[str, Any]:
+    """The tables of what a user named as CONFIG: a TOML file, or a paper's row (``paper:…``)."""
+    if str(source).startswith(papers.PREFIX):
+        return papers.tree(str(source).removeprefix(papers.PREFIX))
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(Path(source).read_text())
     except OSError as error:
-        raise FurlongError(f"cannot read {path}: {error.strerror}") from None
+        raise FurlongError(f"cannot read {source}: {error.strerror}") from None
     except ValueError as error:  # also TOMLDecodeError, UnicodeDecodeError
-        raise FurlongError(f"{path} is not a TOML file: {error}") from None
+        raise FurlongError(f"{source} is not a TOML file: {error}") from None
 
 
 def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Config:
@@ -378,7 +388,7 @@ def full_name(option: str) -> str:
 def method_row(name: str) -> Row:
     """The row of the table, or a user's class as ``module:Class`` or ``file.py:Class``."""
     if ":" in name:
-        from furlong.nn.encoders import load_object
+        from furlong.plugins import load_object
 
         cls = load_object(name)
         if not (isinstance(cls, type) and issubclass(cls, Method)):

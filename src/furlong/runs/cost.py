@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.core.context import Exchange
-from furlong.core.exchange import AnyServer, draw_cohort, expected_upload
+from furlong.core.exchange import AnyServer, Server, expected_upload
+from furlong.core.federation import Federation
 from furlong.core.payload import Traffic, traffic
-from furlong.runs.config import from_tree
-from furlong.runs.prepare import without_data
+from furlong.runs.config import Config, from_tree
+from furlong.runs.nodes import Members
+from furlong.runs.parties import ruled, setup_of
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,25 @@ class Cost:
     up: Traffic
 
 
+def without_data(
+    settings: Config, sizes: dict[int, int], channels: int = 3, image_size: int = 32
+) -> AnyServer:
+    """The server of a run whose clients hold ``sizes`` images, for predicting what is sent."""
+    members = Members(sizes, channels)
+    federation = Federation.of(members.images(image_size, classes=10), members.split())
+    method = ruled(settings.make_method(), settings, len(sizes))
+    setup = setup_of(settings, method, federation)
+    return Server(method, setup, fraction=settings.train.fraction)
+
+
 def predict(server: AnyServer, only: int | None = None) -> Iterator[Cost]:
     """The cost of every exchange of a run, for all clients or ``only`` one."""
-    method, setup = server.method, server.setup
+    method = server.method
     with server.computing("init"):
         state = method.outline(None, [], server.context(Exchange(round=0)))
     for exchange in server.exchanges():
         ctx = server.context(exchange)
-        cohort = draw_cohort(setup.seed, exchange, sorted(setup.sizes), server.fraction)
+        cohort = server.cohort(exchange)
         counted = [client for client in cohort if only in (None, client)]
         down, up = Traffic(), Traffic()
         for client in counted:
@@ -58,7 +71,7 @@ def flows(
 
 def sent_by(server: AnyServer) -> dict[str, dict[str, Any]]:
     """What goes down to and up from the first client of a run, as :func:`flows` gives it."""
-    made, first = server.method, min(server.setup.sizes)
+    made, first = server.method, server.clients[0]
     found: dict[str, dict[str, Any]] = {}
     with server.computing("init"):
         state = made.outline(None, [], server.context(Exchange(round=0)))
@@ -70,16 +83,5 @@ def sent_by(server: AnyServer) -> dict[str, dict[str, Any]]:
             before = found.setdefault(exchange.kind, flow)
             if [traffic(v) for v in flow.values()] != [traffic(v) for v in before.values()]:
                 found.setdefault(f"{exchange.kind}, later", flow)
-        state = made.outline(state, sorted(server.setup.sizes), ctx)
+        state = made.outline(state, server.clients, ctx)
     return found
-
-
-def coded_bits(
-    values: int, *, ways: int = 1, bits: int = 32, code_rate: tuple[int, int] = (1, 3)
-) -> int:
-    """Bits on the channel as in MFCL's Table 8: ``values`` of 32 bits, a code of rate 1/3.
-
-    ``ways``: 2 for a model, which goes down and up; 1 for representations.
-    """
-    carried, sent = code_rate
-    return values * bits * ways * sent // carried

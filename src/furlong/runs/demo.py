@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import FurlongError
+from furlong.runs.results import mean_and_spread
 
 SETTINGS = {
     "method": "fedsimclr", "method.temperature": "0.2", "data": "shapes", "partition": "classes:2",
@@ -118,13 +118,7 @@ def average(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Mean over seeds, with the standard deviation over seeds if there are several."""
     if len(runs) == 1:
         return runs[0]
-    rows = []
-    for same in zip(*runs, strict=True):
-        values = [row["accuracy"] for row in same]
-        rows.append(
-            {**same[0], "accuracy": statistics.mean(values), "std": statistics.stdev(values)}
-        )
-    return rows
+    return [mean_and_spread(same, same[0]["who"]) for same in zip(*runs, strict=True)]
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:

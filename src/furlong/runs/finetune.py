@@ -1,21 +1,20 @@
 """Federated fine-tuning: few labels that stay with their clients (FedCA's semi-supervised tables).
 
 Every client labels a share of its own images; encoder and a new head are trained by supervised
-FedAvg. Central fine-tuning with the same number of labels is ``furlong.evaluate.semi_supervised``
-and gives much higher numbers on non-IID splits: the two are never to be mixed in one table.
+FedAvg. Central fine-tuning with the same number of labels is ``furlong.evaluation.semi`` and gives
+much higher numbers on non-IID splits: the two are never to be mixed in one table.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from furlong.core.context import ClientContext, Context, Exchange, OptimiserSettings
+from furlong.core.context import ClientContext, Context, Exchange, OptimiserSettings, Setup
 from furlong.core.exchange import Server
 from furlong.core.federation import Federation
 from furlong.core.guard import Guard
@@ -24,32 +23,30 @@ from furlong.core.weights import snapshot
 from furlong.data.augment import crop_flip
 from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
-from furlong.evaluation.subset import stratified
-from furlong.evaluation.tuning import TuningResult, accuracy, check_batch, new_head
+from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
+from furlong.evaluation.semi import stratified
+from furlong.evaluation.tuning import TuningResult, accuracy, new_head
 from furlong.methods.base import Model
 from furlong.methods.fedavg import FedAvg
-from furlong.runs.prepare import Prepared
+from furlong.nn.encoders import out_dim
 from furlong.seeding import seed_of
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class FederatedTuning:
-    """How long and how fast; FCL and FedCA give none of it, so all of it is our choice."""
+class ClientImages(Images):
+    """Images that clients hold, and what is needed to let these train."""
 
-    rounds: int = 100
-    epochs: int = 1
-    batch_size: int = 64
-    lr: float = 0.01  # of the encoder
-    head_lr: float = 0.1
-    momentum: float = 0.9
-    head: Literal["linear", "mlp"] = "linear"  # FedCA: mlp, one hidden layer
-
-    def __post_init__(self) -> None:
-        check_batch(self.batch_size)
+    federation: Federation
+    partition: str
+    encoder: str  # the architecture
+    device: torch.device
+    workers: int
+    server_threads: int
 
 
 @dataclass(frozen=True)
-class FineTuned(FedAvg):
+class TwoRates(FedAvg):
     """Supervised FedAvg in which the head learns at a rate of its own."""
 
     paper: ClassVar[str] = "FedCA (Zhang et al. 2020), FCL: federated fine-tuning"
@@ -98,46 +95,77 @@ def labelled(federation: Federation, share: float, seed: int) -> Federation:
     return replace(federation, rows=rows)
 
 
-def federated_fine_tune(
-    encoder: nn.Module,
-    prepared: Prepared,
-    share: float,
-    plan: FederatedTuning | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> TuningResult:
-    """Accuracy of ``encoder`` on the test split after fine-tuning by the clients of ``prepared``.
+@dataclass(frozen=True)
+class Federated(Protocol):
+    """The accuracy of an encoder after its clients have fine-tuned it with their labels.
 
-    ``encoder`` has the architecture of ``prepared`` and is left as it is. Labelled images, head and
-    batches depend on the run's seed only, so every encoder meets the same.
+    How long and how fast FCL and FedCA do not say, so all of it is our choice. Labelled images,
+    head and batches depend on the seed only, so every encoder meets the same.
     """
-    plan = plan or FederatedTuning()
-    assert prepared.test is not None
-    federation = labelled(prepared.federation, share, prepared.setup.seed)
-    setup = replace(
-        prepared.setup,
-        augment=crop_flip(prepared.setup.augment),
-        rounds=plan.rounds,
-        epochs=plan.epochs,
-        batch_size=plan.batch_size,
-        optimiser=OptimiserSettings("sgd", plan.lr, plan.momentum, 0.0, "constant"),
-        sizes=federation.sizes,
-        classes=prepared.train.n_classes,
-    )
-    method = FineTuned(head_lr=plan.head_lr, head=plan.head)
-    server: Server[Model, Model, Model] = Server(method, setup, guard=Guard(sizes=federation.sizes))
-    state = server.init()
-    start = {f"backbone.{name}": tensor for name, tensor in snapshot(encoder).items()}
-    state = Model(state.weights | start)
-    with InProcess(method, federation, setup, prepared.workers) as transport:
-        for result in server.run(federation, transport, state):
-            state = result.server
-            if progress is not None:
-                progress(result.exchange.index + 1, plan.rounds)
-    with torch.random.fork_rng(devices=[]):
-        model = method.classifier(state, server.context(Exchange(round=plan.rounds)))
-    chosen = torch.cat([federation.rows[client] for client in federation.clients])
-    return TuningResult(
-        accuracy(model.to(setup.device), prepared.test, setup.augment),
-        accuracy(model, prepared.train.subset(chosen), setup.augment),
-        len(chosen),
-    )
+
+    kind: ClassVar[str] = "federated"
+    with_random: ClassVar[bool] = True
+
+    labels: float = setting(1.0, "The share of the labels that is used.", above=0, at_most=1)
+    rounds: int = setting(100, "Rounds of communication.", above=0)
+    epochs: int = setting(1, "Local epochs per round.", above=0)
+    batch_size: int = setting(64, "Local batch size.", at_least=2)
+    lr: float = setting(0.01, "The encoder's learning rate.", above=0)
+    head_lr: float = setting(0.1, "The head's learning rate.", above=0)
+    momentum: float = setting(0.9, "Of SGD.", at_least=0, below=1)
+    head: Literal["linear", "mlp"] = setting("linear", "mlp has one hidden layer (FedCA).")
+
+    def check(self, images: Images) -> None:
+        """Every client must have labels enough."""
+        super().check(images)
+        labelled(_held(images).federation, self.labels, images.seed)
+
+    def settings(self, images: Images) -> dict[str, Any]:
+        """As given, and who held the images."""
+        held = _held(images)
+        split = {"partition": held.partition, "clients": len(held.federation.rows)}
+        return {**super().settings(images), **split}
+
+    def measure(self, encoded: Encoded, progress: Progress = silent) -> dict[str, Any]:
+        """The accuracies on test and labelled images, and how many of these there were."""
+        images, encoder = _held(encoded.images), encoded.encoder
+        train, test = images.labelled()
+        federation = labelled(images.federation, self.labels, images.seed)
+        setup = Setup(
+            encoder=images.encoder,
+            width=out_dim(encoder, train.channels, train.size[0]),
+            channels=train.channels,
+            image_size=train.size[0],
+            augment=crop_flip(images.augment),
+            rounds=self.rounds,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            optimiser=OptimiserSettings("sgd", self.lr, self.momentum, 0.0, "constant"),
+            sizes=federation.sizes,
+            classes=train.n_classes,
+            seed=images.seed,
+            server_threads=images.server_threads,
+            device=images.device,
+        )
+        method = TwoRates(head_lr=self.head_lr, head=self.head)
+        server: Server[Model, Model, Model] = Server(method, setup, guard=Guard(sizes=setup.sizes))
+        start = {f"backbone.{name}": tensor for name, tensor in snapshot(encoder).items()}
+        state = Model(server.init().weights | start)
+        with InProcess(method, federation, setup, images.workers) as engine:
+            for result in server.run(engine, state):
+                state = result.server
+                progress(result.exchange.index + 1, self.rounds)
+        with torch.random.fork_rng(devices=[]):
+            model = method.classifier(state, server.context(Exchange(round=self.rounds)))
+        chosen = torch.cat([federation.rows[client] for client in federation.clients])
+        found = TuningResult(
+            accuracy(model.to(setup.device), test, setup.augment),
+            accuracy(model, train.subset(chosen), setup.augment),
+            len(chosen),
+        )
+        return asdict(found)
+
+
+def _held(images: Images) -> ClientImages:
+    assert isinstance(images, ClientImages)
+    return images

@@ -13,23 +13,25 @@ import statistics
 import time
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from furlong.errors import FurlongError, nearest
-from furlong.reports import page
-from furlong.reports.tables import GRID
-from furlong.runs import config, loop
+from furlong.runs import config, loop, papers
 from furlong.runs.checkpoint import write_atomically
 from furlong.runs.config import Config
+from furlong.runs.datasets import load_data
 from furlong.runs.folder import RunFolder
-from furlong.runs.prepare import absolute, augmentation, client_count, load_data, split_data
+from furlong.runs.prepare import resolved
+from furlong.runs.split import client_count, split_data
 from furlong.words import duration
 
+PER_CELL = ("method.name", "run.out", "run.bound")  # settings that a grid chooses
 BOUNDS = ("single", "pooled")
 ERROR = "error.txt"
+GRID = "compare.json"  # in a grid's folder: its command and its cells
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Outcome:
 
 
 def grid(
-    files: Sequence[Path],
+    files: Sequence[str | Path],
     methods: Sequence[str],
     seeds: int,
     out: Path,
@@ -78,9 +80,9 @@ def grid(
     """
     if seeds < 1:
         raise FurlongError(f"--seeds is {seeds}; it must be at least 1")
-    for taken in ("method", "method.name", "seed", "out", "run.out", "bound", "run.bound"):
-        if taken in options:
-            raise FurlongError(f"--{taken} cannot be given to compare: it differs between cells.")
+    for option in options:
+        if config.full_name(option) in PER_CELL:
+            raise FurlongError(f"--{option} cannot be given to compare: it differs between cells.")
     cells = []
     for name, (tree, tables) in _read(files).items():
         where = name if files else "options"
@@ -106,12 +108,15 @@ def _own(tree: Mapping[str, Any]) -> str:
     return name if bound == "none" else f"{name}@{bound}"
 
 
-def _read(files: Sequence[Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def _read(files: Sequence[str | Path]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Name -> the file's tables, and its [methods.NAME] apart."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    stems = [path.stem for path in files]
-    for path in files:
+    sources = papers.expand(files)
+    stems = [path.stem for path in sources]
+    for path in sources:
         name = path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}-{path.stem}"
+        if str(path).startswith(papers.PREFIX):
+            name = str(path).removeprefix(papers.PREFIX).replace("/", "-")
         if name in found:
             raise FurlongError(f"two configurations are called {name}: rename {path}.")
         tree = config.read(path)
@@ -158,7 +163,11 @@ def _check(cell: Cell) -> None:
         return
     RunFolder(cell.folder).summary()  # a damaged one is told now
     there = _tree(path)
-    wanted = tomllib.loads(_resolved(cell.settings, there).toml())
+    clients = client_count(cell.settings)
+    if clients is None:  # only the images tell how many a natural partition has
+        clients = there.get("data", {}).get("clients")
+    settings = resolved(cell.settings, cell.settings.make_method(), clients)
+    wanted = tomllib.loads(settings.toml())
     for section in sorted({*there, *wanted}):
         for key in sorted({*there.get(section, {}), *wanted.get(section, {})}):
             old, new = (tree.get(section, {}).get(key) for tree in (there, wanted))
@@ -174,24 +183,6 @@ def _tree(path: Path) -> dict[str, Any]:
     if not all(isinstance(table, Mapping) for table in tree.values()):
         raise FurlongError(f"{path} is not the configuration of a run: move the folder away.")
     return tree
-
-
-def _resolved(settings: Config, there: Mapping[str, Any]) -> Config:
-    """The settings as a run writes them down (``assemble.prepare``), without reading images.
-
-    How many clients a natural partition has only the images tell; data and rule are compared.
-    """
-    data, number = settings.data, client_count(settings)
-    return replace(
-        settings,
-        data=replace(
-            data,
-            name=absolute(data.name),
-            public=data.public and absolute(data.public),
-            augment=augmentation(settings, settings.make_method()),
-            clients=there.get("data", {}).get("clients") if number is None else number,
-        ),
-    )
 
 
 def try_data(cells: Sequence[Cell]) -> None:
@@ -213,30 +204,30 @@ def try_data(cells: Sequence[Cell]) -> None:
 
 def run(
     cells: Sequence[Cell],
-    show: Callable[[loop.Status], None] | None = None,
-    say: Callable[[str], None] = lambda _: None,
-    tell: Callable[[str], None] = lambda _: None,
-) -> list[Outcome]:
-    """Every cell that has not finished; ``tell`` hears where the grid is, ``say`` a run's notes."""
-    outcomes: list[Outcome] = []
+    show: loop.Show | None = None,
+    say: loop.Say = lambda _: None,
+    tell: loop.Say = lambda _: None,
+    engine: loop.Connect | None = None,
+) -> Iterator[Outcome]:
+    """Every cell in turn, unless it has finished; yields what became of it.
+
+    ``tell`` hears where the grid is, ``say`` a run's notes.
+    """
     took: dict[str, list[float]] = {}
     for number, cell in enumerate(cells):
         summary = RunFolder(cell.folder).summary()
         if summary is not None and _finished(cell.folder):
             took.setdefault(cell.method, []).append(summary["seconds"])
-            if not (cell.folder / "report.html").exists():
-                page.build(cell.folder)
-            outcomes.append(Outcome(cell, "was there"))
+            yield Outcome(cell, "was there")
             continue
         tell(f"[{number + 1}/{len(cells)}] {cell}{_left(cells[number:], took)}")
         began = time.monotonic()
-        outcome = _one(cell, show, say)
-        outcomes.append(outcome)
+        outcome = _one(cell, show, say, engine)
         if outcome.state == "failed":
             tell(f"[{number + 1}/{len(cells)}] {cell} FAILED: {outcome.reason}")
         else:
             took.setdefault(cell.method, []).append(time.monotonic() - began)
-    return outcomes
+        yield outcome
 
 
 def _finished(folder: Path) -> bool:
@@ -245,11 +236,7 @@ def _finished(folder: Path) -> bool:
     return all((folder / name).exists() for name in names)
 
 
-def _one(
-    cell: Cell,
-    show: Callable[[loop.Status], None] | None,
-    say: Callable[[str], None],
-) -> Outcome:
+def _one(cell: Cell, show: loop.Show | None, say: loop.Say, engine: loop.Connect | None) -> Outcome:
     note, summary = cell.folder / ERROR, cell.folder / "summary.json"
     aside = summary.with_suffix(".before")
     try:
@@ -257,16 +244,9 @@ def _one(
             say(f"{cell.folder} lacks its encoder: making it again.")
             summary.replace(aside)
         if (cell.folder / "config.toml").exists():
-            run, train = cell.settings.run, cell.settings.train
-            again = {
-                "workers": run.workers,
-                "device": run.device,
-                "run.deadline": run.deadline,
-                "train.min_clients": train.min_clients,
-            }
-            loop.resume(cell.folder, again, show, say)
+            loop.resume(cell.folder, config.resumable(cell.settings), show, say, engine)
         else:
-            loop.run(cell.settings, show, say)
+            loop.run(cell.settings, show, say, engine)
     except FurlongError as error:
         return Outcome(cell, "failed", str(error))
     except Exception as error:  # a method's own mistake must not end the other cells

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from furlong.core.context import ClientContext, Exchange, ServerContext, Setup
 from furlong.core.method import Report
 from furlong.core.payload import payload
-from furlong.methods.wrappers.wrapping import Wrapping, X
+from furlong.methods.wrappers import Wrapping, X
 
 Y = TypeVar("Y")
 
@@ -32,7 +32,7 @@ class Each:
 class Alone(Wrapping[Each]):
     """``inner`` on every client by itself."""
 
-    caution: ClassVar[str] = ""  # criticism is of what is sent and merged
+    caution = ""  # criticism is of what is sent and merged
 
     def state_of(self, server: Each, client: int) -> Any:
         """Its own server's."""

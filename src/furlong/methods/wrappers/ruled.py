@@ -14,7 +14,7 @@ from furlong.core.aggregation import Ruling, ServerSettings
 from furlong.core.context import ServerContext
 from furlong.core.method import Report
 from furlong.core.payload import Weights, payload
-from furlong.methods.wrappers.wrapping import Wrapping
+from furlong.methods.wrappers import Wrapping
 
 
 @payload("furlong.methods.ruled.State")
@@ -32,6 +32,7 @@ class Ruled(Wrapping[State]):
     rule: ServerSettings
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.rule.check_policy(self.inner.bn_stats)
 
     def state_of(self, server: State, client: int) -> Any:  # noqa: ARG002

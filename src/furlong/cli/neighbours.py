@@ -1,0 +1,80 @@
+"""furlong neighbours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich.markup import escape
+from rich.table import Table
+
+from furlong.cli.common import console, counting, err, print_skipped
+from furlong.errors import FurlongError
+
+if TYPE_CHECKING:
+    from furlong.data.folder import Skipped
+
+
+def neighbours(
+    run: Path,
+    image: Path,
+    /,
+    *,
+    inside: Annotated[Path, Parameter("--in")],
+    k: int = 12,
+    out: Path | None = None,
+    force: Annotated[bool, Parameter(negative=())] = False,
+    as_json: Annotated[bool, Parameter("--json")] = False,
+) -> None:
+    """Find the images most like one image; list them and, with --out, show them in a page.
+
+    Parameters
+    ----------
+    run
+        A finished run's folder, or a file of ``furlong export --to safetensors``.
+    image
+        The image to look for.
+    inside
+        The folder to search, or a file of ``furlong embed``, which is quicker.
+    k
+        How many.
+    out
+        An HTML file that opens offline; it holds small copies of the images.
+    force
+        Replace it if it is there.
+    as_json
+        Print JSON.
+    """
+    from furlong.data.folder import printable
+    from furlong.files import replacing, require_free
+    from furlong.reports import embed as making
+
+    if k < 1:
+        raise FurlongError(f"--k is {k}; it must be at least 1")
+    if out is not None:
+        require_free(out, force)
+    skipped: list[Skipped] = []
+    with counting("encoding") as show:
+        encoder = making.Embedder(run)
+        query = encoder.one(image)
+        root, rows = inside, making.folder_rows(encoder, inside, skipped, show)
+        if inside.is_file():
+            root, rows = making.stored_rows(encoder, inside)
+        found = making.nearest_images(query, rows, k)
+    print_skipped(skipped)
+    if as_json:
+        print(json.dumps([{"path": n.path, "similarity": n.similarity} for n in found.nearest]))
+    else:
+        table = Table("", "cosine", "image")
+        for rank, near in enumerate(found.nearest, 1):
+            table.add_row(str(rank), f"{near.similarity:.3f}", escape(printable(near.path)))
+        console.print(table)
+        said = f"the nearest of {found.count:,} images in {root}; the median has {found.median:.3f}"
+        console.print(said, markup=False, soft_wrap=True)
+    if out is not None:
+        html = making.page(image, root, found, encoder.about)
+        with replacing(out, force) as draft:
+            draft.write_text(html, encoding="utf-8", errors="replace")
+        err.print(f"page: {out}", markup=False, soft_wrap=True)

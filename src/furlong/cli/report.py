@@ -1,0 +1,54 @@
+"""furlong report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from furlong.cli.common import console
+from furlong.errors import FurlongError
+
+
+def report(
+    *runs: Annotated[Path, Parameter(name="RUNS")],
+    out: Path | None = None,
+    baseline: str | None = None,
+    figures: Path | None = None,
+    tsne: Annotated[bool, Parameter(negative=())] = False,
+) -> None:
+    """Make the page of a run again, or one page that compares several.
+
+    Parameters
+    ----------
+    runs
+        A run folder, or several, or folders that contain runs.
+    out
+        The page of a comparison (default: report.html in the folder, or comparison.html here).
+    baseline
+        Comparison: the row that the others are tested against (default: the first).
+    figures
+        Also draw every figure to this folder, as .svg and .png.
+    tsne
+        One run: also map its representations to the plane by t-SNE (reads the images again).
+    """
+    from furlong.reports import comparison, mapping
+    from furlong.reports import page as pages
+
+    if not runs:
+        raise FurlongError("give run folders, or folders that contain them.")
+    single = len(runs) == 1 and (runs[0] / "config.toml").exists()
+    if single and (out or baseline):
+        raise FurlongError(f"{runs[0]} is one run: its page is {runs[0] / 'report.html'}.")
+    if tsne and not single:
+        raise FurlongError("--tsne is for one run; what it makes stays in the run's folder.")
+    if tsne:
+        mapping.make(runs[0])
+    if single:
+        made = pages.build(runs[0], figures)
+    else:
+        made = comparison.build(list(runs), out, baseline, figures)
+    console.print(f"report: {made}", markup=False, soft_wrap=True)
+    if figures is not None:
+        console.print(f"figures: {figures}", markup=False, soft_wrap=True)

@@ -1,0 +1,108 @@
+"""The parties of a run: the method, who holds which images, and what everybody knows.
+
+Server and nodes build these from the same settings by the same code, so that they agree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from furlong.core.context import Setup
+from furlong.core.exchange import cohort_size
+from furlong.core.federation import Federation
+from furlong.core.method import AnyMethod
+from furlong.data.augment import preset
+from furlong.data.images import ImageSet
+from furlong.data.partition import Partition
+from furlong.errors import FurlongError
+from furlong.methods.wrappers.alone import Alone
+from furlong.methods.wrappers.ruled import Ruled
+from furlong.nn.devices import pick_device
+from furlong.nn.encoders import build_encoder, evaluating, out_dim
+from furlong.runs.config import Config
+
+
+def parties(settings: Config, train: ImageSet, split: Partition) -> tuple[AnyMethod, Federation]:
+    """The method, as bounds and server rules wrap it, and who holds which images."""
+    height, width = train.size
+    if height != width:
+        raise FurlongError(
+            f"the images are {width}×{height}; encoders take squares. Give --data.image-size."
+        )
+    federation, method = Federation.of(train, split), settings.make_method()
+    if method.needs_labels and train.labels is None:
+        raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
+    if settings.run.bound == "pooled":
+        return method, federation.pooled()
+    if settings.run.bound == "single":
+        return Alone(method), federation
+    return ruled(method, settings, len(federation.rows)), federation
+
+
+def ruled(method: AnyMethod, settings: Config, clients: int) -> AnyMethod:
+    """The method under the server's rule, if a round has clients enough for it."""
+    if settings.server.rule == "mean":
+        return method
+    settings.server.check_cohort(cohort_size(clients, settings.train.fraction))
+    return Ruled(method, settings.server)
+
+
+def setup_of(settings: Config, method: AnyMethod, federation: Federation) -> Setup:
+    """What every party knows, alike at the server and at a client."""
+    images, train = federation.images, settings.train
+    height = images.size[0]
+    architecture = _architecture(settings, method)
+    with torch.random.fork_rng(devices=[]):
+        encoder = build_encoder(architecture, images.channels, height)
+        _try_encoder(encoder, architecture, images.channels, height)
+    return Setup(
+        encoder=architecture,
+        width=out_dim(encoder, images.channels, height),
+        channels=images.channels,
+        image_size=height,
+        augment=preset(augmentation(settings, method), height),
+        rounds=train.rounds,
+        epochs=train.epochs,
+        batch_size=train.batch_size,
+        optimiser=settings.optimiser,
+        sizes=federation.sizes,
+        classes=images.n_classes if method.needs_labels else 0,
+        seed=settings.run.seed,
+        device=pick_device(settings.run.device),
+        server_threads=train.server_threads,
+    )
+
+
+def augmentation(settings: Config, method: AnyMethod) -> str:
+    """The preset of views: as given, else the method's usual one."""
+    name = settings.data.augment
+    if name == "auto":
+        name = method.usual_augment
+        if settings.data.name == "shapes" and name not in ("flip", "flip_crop", "none"):
+            name = "shapes"  # instead of any that changes colours
+    return name
+
+
+def _architecture(settings: Config, method: AnyMethod) -> str:
+    """The full name of the encoder: ``resnet18+pn``, ``rep32_pn+resnet18``."""
+    name, norm = settings.model.encoder, settings.model.early_norm
+    if norm == "pn" and not method.pairs_views:
+        raise FurlongError(
+            f"model.early_norm = pn needs both views of an image in one pass; method "
+            f"{settings.method['name']} encodes them apart. Use gn, or method fedsimclr."
+        )
+    return method.architecture(name if norm == "bn" else f"{name}+{norm}")
+
+
+def _try_encoder(encoder: nn.Module, name: str, channels: int, size: int) -> None:
+    """Find out before anything is trained whether the encoder takes the images."""
+    try:
+        with evaluating(encoder):
+            encoder(torch.zeros(2, channels, size, size))
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise FurlongError(
+            f"encoder {name} cannot take {channels}×{size}×{size} images ({reason}). Give a larger "
+            "--data.image-size or another --encoder."
+        ) from None

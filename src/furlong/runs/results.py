@@ -1,0 +1,81 @@
+"""The rows of results that summary.json and evaluations.json hold: who, by which protocol, what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from furlong.evaluation.features import features
+from furlong.evaluation.knn import KNN
+from furlong.evaluation.linear import Linear, LinearCrops
+from furlong.evaluation.protocol import Encoded, Images, Protocol, parse
+from furlong.evaluation.quality import LabelFree
+from furlong.evaluation.semi import Semi
+from furlong.evaluation.tuning import Transfer
+from furlong.runs.config import EvaluateSettings, build
+from furlong.runs.finetune import Federated
+
+Result = dict[str, Any]  # who, protocol, labels, accuracy, …
+KINDS = (KNN, Linear, LinearCrops, Semi, Transfer, Federated, LabelFree)
+
+
+def protocols(settings: EvaluateSettings, words: str | None = None) -> dict[str, Protocol]:
+    """Those that ``words`` name, by default kNN and the linear probe, as the settings say."""
+    probe = settings.probe
+    usual: dict[str, dict[str, Any]] = {
+        "knn": {"k": settings.k, "temperature": settings.temperature},
+        "linear": {"recipe": "default" if probe == "none" else probe},
+    }
+    default = "knn" if probe == "none" else "knn,linear"
+    return parse(default if words is None else words, KINDS, build, usual)
+
+
+def final_rows(
+    settings: EvaluateSettings,
+    images: Images,
+    encoders: Mapping[str, nn.Module],
+    classifiers: Mapping[str, nn.Module],
+) -> list[Result]:
+    """The results of a run: of every encoder, and the mean of those of clients alone."""
+    rows: list[Result] = []
+    for whose, encoder in encoders.items():
+        encoded = Encoded(encoder, images)
+        asked = protocols(settings)
+        scores = {name: each.measure(encoded)["accuracy"] for name, each in asked.items()}
+        if whose in classifiers:
+            scores["classifier"] = _right(classifiers[whose], images)
+        for protocol, accuracy in scores.items():
+            rows.append({"who": whose, "protocol": protocol, "labels": 1.0, "accuracy": accuracy})
+    for protocol in sorted({row["protocol"] for row in rows}):
+        alone = [r for r in rows if r["who"].endswith(" alone") and r["protocol"] == protocol]
+        if alone:
+            rows.append(mean_and_spread(alone, "alone"))
+    return rows
+
+
+def _right(classifier: nn.Module, images: Images) -> float:
+    """The share of test images whose highest score is their class's."""
+    test = images.labelled()[1]
+    assert test.labels is not None
+    scores = features(classifier, test.pixels, images.augment.plain)
+    return float((scores.argmax(dim=1) == test.labels).double().mean())
+
+
+def mean_and_spread(rows: Sequence[Result], name: str) -> Result:
+    """One row of ``name`` for those of several encoders: means, and of the accuracy ``std``."""
+    merged = {**rows[0], "who": name}
+    for key, value in rows[0].items():
+        if isinstance(value, float) and key != "labels":
+            merged[key] = float(_column(rows, key).mean())
+    if "collapsed" in merged:
+        merged["collapsed"] = any(row["collapsed"] for row in rows)
+    if "accuracy" in merged:
+        merged["std"] = float(_column(rows, "accuracy").std()) if len(rows) > 1 else 0.0
+    return merged
+
+
+def _column(rows: Iterable[Result], key: str) -> torch.Tensor:
+    return torch.tensor([row[key] for row in rows], dtype=torch.float64)

@@ -1,0 +1,63 @@
+"""How quickly the program starts, and what it imports before it must."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import furlong
+
+HEAVY = {"torch", "matplotlib", "scipy", "pandas", "pyarrow", "datasets", "flwr", "tensorboard"}
+
+
+def measure(first: str, then: str) -> tuple[float, float, set[str]]:
+    """Seconds of the processor for two statements, and heavy modules; the quicker of two runs."""
+    code = f"""
+import contextlib, io, json, sys, time
+start = time.process_time()
+{first}
+between = time.process_time()
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    {then}
+end = time.process_time()
+print(json.dumps([between - start, end - between, sorted({HEAVY} & set(sys.modules))]))
+"""
+    found: list[Any] = []
+    for _ in range(2):  # the first may compile
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        found.append(json.loads(done.stdout))
+    one, two, heavy = min(found, key=lambda each: float(each[1]))
+    return one, two, set(heavy)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["rnu"]])
+def test_nothing_heavy_is_imported_before_a_command_runs(words: list[str]) -> None:
+    seconds, _, heavy = measure(f"from furlong.cli import main; words = {words}", "main(words)")
+    assert not heavy
+    assert seconds < 1.5
+
+
+def test_a_run_adds_little_to_torch() -> None:
+    torch, ours, heavy = measure("import torch", "import furlong; furlong.run_config")
+    assert heavy <= {"torch"}
+    assert ours < max(0.3, torch / 2)
+
+
+def test_the_list_of_methods_is_quick() -> None:
+    torch, ours, heavy = measure("import torch", "from furlong.cli import main; main(['methods'])")
+    assert heavy <= {"torch"}
+    assert ours < max(1.0, torch)
+
+
+def test_public_names_are_found_when_they_are_used() -> None:
+    for name in furlong.__all__:
+        assert getattr(furlong, name) is getattr(furlong, name)
+        assert name in dir(furlong)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = furlong.nothing
