@@ -58,15 +58,14 @@ class Mutant:
 
 
 LOSSES = "tests/nn/test_losses.py"
-WIRING = "tests/methods/test_wiring.py"
-METHODS = "tests/methods/test_methods.py"
 FCL = "tests/methods/test_fcl.py"
 FEDCA = "tests/methods/test_fedca.py"
-MFCL = "tests/methods/test_mfcl.py tests/methods/test_wiring.py -k 'not test_settings'"
-BASELINES = "tests/methods/test_baselines.py -k 'not first_row and not travels'"
-CLUSTERS = "tests/methods/test_cluster_methods.py -k 'not frozen'"
+MFCL = "tests/methods/test_mfcl.py -k 'not test_settings'"
 RULES = "tests/core/test_aggregation.py -k 'not same_bits and not one_bad and not checkpoint'"
-WEIGHTS = "tests/core/test_weights.py tests/methods/test_methods.py"
+WEIGHTS = (
+    "tests/core/test_weights.py tests/methods/test_averaging.py tests/methods/test_fedu.py"
+    " tests/methods/test_fedema.py"
+)
 GUARD = "tests/core/test_guard.py"
 PAYLOAD = "tests/core/test_payload.py"
 CHECKPOINT = (
@@ -74,23 +73,18 @@ CHECKPOINT = (
 )
 PARTITION = "tests/data/test_partition.py"
 AUGMENT = "tests/data/test_augment.py"
-EVALUATE = "tests/evaluation/test_evaluate.py"
+FROZEN = "tests/evaluation/test_frozen.py"
 PROTOCOLS = "tests/evaluation/test_protocols.py"
 CONFIG = "tests/runs/test_config.py"
 TABLES = "tests/reports/test_tables.py"
 CODEC = "tests/engines/test_codec.py -k 'not methods_run'"
 COST = "tests/runs/test_cost.py -k 'fedsimclr or fcl or table_8 or without_data'"
 CLUSTERING = "tests/nn/test_clustering.py"
-SAME_BITS = "tests/methods/test_battery.py -k 'same_seed and (fedsimclr or fedmoco)'"
-BATTERY = (
-    "tests/methods/test_battery.py tests/methods/test_wiring.py"
-    " -k 'wiring or (fedsimclr or fedu or fedmoco) and not batchnorm'"
-)
 REMOTE = (
-    "tests/engines/test_remote.py -k 'slices or nonsense or bad_answer or restarts "
+    "tests/deploy/test_remote.py -k 'slices or nonsense or bad_answer or restarts "
     "or (same_bits and fedu)'"
 )
-FEDU = f"{WIRING} {METHODS}"
+FEDU = "tests/methods/test_fedu.py"
 
 MUTANTS = [
     # ------------------------------------------------------------ losses
@@ -155,7 +149,7 @@ MUTANTS = [
         "nn/losses.py",
         "2 + 2 * cosine_simsiam",
         "2 - 2 * cosine_simsiam",
-        f"{LOSSES} {METHODS}",
+        f"{LOSSES} {FEDU}",
         "BYOL drives views apart",
     ),
     Mutant(
@@ -171,7 +165,7 @@ MUTANTS = [
         "nn/losses.py",
         "(1 - off_diagonal) * squares.trace()",
         "squares.trace()",
-        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k barlow",
+        "tests/methods/test_fedbarlow.py",
         "the diagonal counts 1 + λ times",
     ),
     Mutant(
@@ -179,7 +173,7 @@ MUTANTS = [
         "nn/losses.py",
         ".sqrt()).mean() / 2",
         ".sqrt()).mean()",
-        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k vicreg",
+        "tests/methods/test_fedvicreg.py",
         "the variance term is twice too strong",
     ),
     Mutant(
@@ -187,7 +181,7 @@ MUTANTS = [
         "nn/losses.py",
         "(far - near) / temperature",
         "(near - far) / temperature",
-        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k moon",
+        "tests/methods/test_moon.py",
         "MOON moves away from the global model",
     ),
     Mutant(
@@ -203,7 +197,7 @@ MUTANTS = [
         "nn/losses.py",
         " - math.log(2)",
         "",
-        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k 'relational or fedx'",
+        "tests/methods/test_fedx.py",
         "FedX's mean of two relations does not sum to 1",
     ),
     Mutant(
@@ -220,7 +214,7 @@ MUTANTS = [
         "methods/fedema.py",
         "lerp(state.online, down.encoder, 1 - mu)",
         "lerp(state.online, down.encoder, mu)",
-        METHODS,
+        "tests/methods/test_fedema.py",
         "the blend of own and global encoder is reversed",
     ),
     Mutant(
@@ -228,7 +222,7 @@ MUTANTS = [
         "methods/fedema.py",
         "return self.tau / distance if",
         "return distance / self.tau if",
-        METHODS,
+        "tests/methods/test_fedema.py",
         "λ = d/τ instead of τ/d",
     ),
     Mutant(
@@ -236,7 +230,7 @@ MUTANTS = [
         "methods/fedu.py",
         "state.divergence >= self.threshold",
         "state.divergence < self.threshold",
-        METHODS,
+        FEDU,
         "the predictor update is reversed",
     ),
     Mutant(
@@ -244,7 +238,7 @@ MUTANTS = [
         "methods/fedu.py",
         'self.update in ("online", "none")',
         'self.update in ("target", "none")',
-        METHODS,
+        FEDU,
         "the global encoder overwrites the wrong network",
     ),
     Mutant(
@@ -260,7 +254,7 @@ MUTANTS = [
         "methods/moon.py",
         "(down if state is None else state).weights",
         "down.weights",
-        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k moon",
+        "tests/methods/test_moon.py",
         "MOON forgets the client's last model",
     ),
     Mutant(
@@ -268,7 +262,7 @@ MUTANTS = [
         "methods/fedx.py",
         "nt_xent(y1, g2, t)",
         "nt_xent(y1, z2, t)",
-        f"{WIRING} tests/methods/test_baselines.py -k fedx",
+        "tests/methods/test_fedx.py",
         "the received network does not teach",
     ),
     Mutant(
@@ -276,7 +270,7 @@ MUTANTS = [
         "methods/fedsimsiam.py",
         "cosine_simsiam(predictor(z2), z1)) / 2",
         "cosine_simsiam(predictor(z1), z2)) / 2",
-        WIRING,
+        "tests/methods/test_fedsimsiam.py",
         "only one view is predicted",
     ),
     Mutant(
@@ -284,15 +278,15 @@ MUTANTS = [
         "methods/fedmoco.py",
         "zip(views, reversed(keys), strict=False)",
         "zip(views, keys, strict=False)",
-        "tests/methods/test_baselines.py tests/methods/test_wiring.py -k moco",
+        "tests/methods/test_fedmoco.py",
         "a query's positive is the key of the same view",
     ),
     Mutant(
         "proximal-half",
-        "methods/base.py",
+        "methods/networks.py",
         "torch.stack(moved).sum() / 2",
         "torch.stack(moved).sum()",
-        WIRING,
+        "tests/methods/test_fedavg.py",
         "FedProx's pull is twice too strong",
     ),
     Mutant(
@@ -373,7 +367,7 @@ MUTANTS = [
         "methods/fedswav.py",
         "return unit(super().aggregate(server, reports, ctx))",
         "return super().aggregate(server, reports, ctx)",
-        CLUSTERS,
+        "tests/methods/test_fedswav.py",
         "averaged prototypes are shorter than 1",
     ),
     Mutant(
@@ -381,7 +375,7 @@ MUTANTS = [
         "methods/feddc.py",
         "views[head % 2]",
         "views[0]",
-        CLUSTERS,
+        "tests/methods/test_feddc.py",
         "all heads cluster the first view",
     ),
     Mutant(
@@ -389,7 +383,7 @@ MUTANTS = [
         "methods/orchestra.py",
         "memory.roll(-position, 0)",
         "memory",
-        CLUSTERS,
+        "tests/methods/test_orchestra.py",
         "the memory's oldest row is not the first",
     ),
     # ------------------------------------------------------------ networks, optimisers, clustering
@@ -455,7 +449,7 @@ MUTANTS = [
         "core/weights.py",
         "value -= mean.square()",
         "value += mean.square()",
-        "tests/methods/test_methods.py tests/core/test_aggregation.py -k pooled",
+        "tests/methods/test_averaging.py tests/core/test_aggregation.py -k pooled",
         "pooled variances are wrong",
     ),
     Mutant(
@@ -674,8 +668,7 @@ MUTANTS = [
         "core/exchange.py",
         "first_nonfinite((upload, kept))",
         "first_nonfinite(())",
-        "tests/core tests/engines/test_inprocess.py tests/runs/test_loop.py"
-        " -k 'diverge or nan or finite'",
+        "tests/core tests/engines/test_inprocess.py -k 'diverge or nan or finite'",
         "NaN is sent and kept",
     ),
     Mutant(
@@ -683,7 +676,7 @@ MUTANTS = [
         "core/exchange.py",
         "down = replace_tensors(down, kept.stats)",
         "pass",
-        METHODS,
+        "tests/methods/test_fedsimclr.py",
         'bn_stats = "local" forgets the statistics',
     ),
     Mutant(
@@ -691,8 +684,8 @@ MUTANTS = [
         "core/exchange.py",
         "ctx.moments = list(kept.moments)",
         "ctx.moments = []",
-        "tests/methods/test_battery.py tests/core tests/runs/test_loop.py"
-        " -k '(persist or moments) and not mfcl and not orchestra and not fedca'",
+        "tests/methods/test_battery.py tests/core"
+        " -k '(persist or moments) and not mfcl and not fedca'",
         "optimiser.persist does nothing",
     ),
     Mutant(
@@ -700,8 +693,7 @@ MUTANTS = [
         "core/exchange.py",
         "sorted(chosen.tolist())",
         "chosen.tolist()",
-        "tests/methods/test_battery.py tests/engines tests/runs/test_loop.py"
-        " -k 'partial and (fedu or fedsimclr) or part_of_the_clients or cohort'",
+        "tests/engines/test_inprocess.py -k cohorts",
         "reports are not added in client order",
     ),
     # ------------------------------------------------------------ payload
@@ -856,8 +848,7 @@ MUTANTS = [
         "data/augment.py",
         ".rot90(turn, (2, 3))",
         ".rot90(turn, (3, 2))",
-        f"{AUGMENT} tests/methods/test_baselines.py tests/methods/test_cluster_methods.py"
-        " -k 'rot or turn'",
+        "tests/data/test_augment.py tests/methods/test_fedrot.py tests/methods/test_orchestra.py",
         "images turn clockwise",
     ),
     Mutant(
@@ -874,7 +865,7 @@ MUTANTS = [
         "evaluation/knn.py",
         "/ temperature).exp()",
         "* temperature).exp()",
-        EVALUATE,
+        FROZEN,
         "neighbours weigh nearly the same",
     ),
     Mutant(
@@ -882,7 +873,7 @@ MUTANTS = [
         "evaluation/knn.py",
         "F.normalize(test_features.float(), dim=1)",
         "test_features.float()",
-        EVALUATE,
+        FROZEN,
         "the temperature depends on the length of features",
     ),
     Mutant(
@@ -890,7 +881,7 @@ MUTANTS = [
         "evaluation/knn.py",
         "max(1, min(k, len(bank)))",
         "len(bank)",
-        EVALUATE,
+        FROZEN,
         "all images vote",
     ),
     Mutant(
@@ -898,23 +889,23 @@ MUTANTS = [
         "evaluation/linear.py",
         "bias -= (weight * mean).sum(dim=1)",
         "bias += (weight * mean).sum(dim=1)",
-        EVALUATE,
+        FROZEN,
         "the classifier for raw features is wrong",
     ),
     Mutant(
         "linear-cosine",
         "evaluation/linear.py",
-        "(1 + math.cos(math.pi * epoch / epochs)) / 2",
-        "(1 + math.cos(math.pi * epoch / epochs))",
-        f"{EVALUATE} {PROTOCOLS}",
+        "math.cos(math.pi * epoch / self.epochs)) / 2",
+        "math.cos(math.pi * epoch / self.epochs))",
+        f"{FROZEN} {PROTOCOLS}",
         "the probe's rate is doubled",
     ),
     Mutant(
         "linear-steps",
         "evaluation/linear.py",
-        "epoch >= round(s * epochs)",
-        "epoch > round(s * epochs)",
-        f"{EVALUATE} {PROTOCOLS}",
+        "epoch >= round(s * self.epochs)",
+        "epoch > round(s * self.epochs)",
+        f"{FROZEN} {PROTOCOLS}",
         "the probe's rate drops an epoch late",
     ),
     Mutant(
@@ -922,15 +913,15 @@ MUTANTS = [
         "evaluation/linear.py",
         "if plan.shuffle:",
         "if not plan.shuffle:",
-        EVALUATE,
+        FROZEN,
         "recipes shuffle that must not",
     ),
     # ------------------------------------------------------------ configuration and tables
     Mutant(
         "config-fraction",
-        "runs/config.py",
-        "0 < train.fraction <= 1",
-        "0 <= train.fraction <= 1",
+        "settings.py",
+        "operator.gt",
+        "operator.ge",
         CONFIG,
         "a fraction of 0 is accepted",
     ),
@@ -1034,7 +1025,7 @@ MUTANTS = [
     Mutant(
         "remote-slice",
         "engines/remote.py",
-        'said.get("slice") != talk.got',
+        'said.get("slice") != got',
         "False",
         REMOTE,
         "slices are joined in any order",
@@ -1042,24 +1033,24 @@ MUTANTS = [
     Mutant(
         "remote-limit",
         "engines/remote.py",
-        "len(talk.answer) > talk.most",
-        "False",
+        "len(answer) > most or ",
+        "",
         REMOTE,
         "a node may send without end",
     ),
     Mutant(
         "remote-kept",
         "engines/remote.py",
-        'said["kept"] == talk.sent - 1',
-        "True",
+        'reply.header.get("kept") != at',
+        "False",
         REMOTE,
         "a node that lost a slice goes unnoticed",
     ),
     Mutant(
         "remote-since",
         "engines/remote.py",
-        "Since(exchange.index, kept)",
-        "Since(exchange.index - 1, kept)",
+        "LastAnswer(exchange, said",
+        "LastAnswer(exchange - 1, said",
         REMOTE,
         "a node trains on from the state of another round",
     ),
@@ -1072,12 +1063,12 @@ MUTANTS = [
         "the cost of one client is that of all",
     ),
     Mutant(
-        "cost-code-rate",
+        "cost-download",
         "runs/cost.py",
-        "* sent // carried",
-        "* carried // sent",
+        "down += traffic(method.download(state, client, ctx))",
+        "down = traffic(method.download(state, client, ctx))",
         COST,
-        "MFCL's Table 8",
+        "only the last client's download counts",
     ),
     Mutant(
         "cost-state",
@@ -1207,9 +1198,9 @@ MUTANTS = [
     ),
     Mutant(
         "fedca-alignment-model",
-        "methods/fedca.py",
-        "loss = nt_xent(z1, z2, self.temperature)",
-        "loss = -nt_xent(z1, z2, self.temperature)",
+        "methods/alignment.py",
+        "loss = simclr.loss(net, batch)",
+        "loss = -simclr.loss(net, batch)",
         FEDCA,
         "the alignment model learns the opposite",
         True,
@@ -1244,8 +1235,8 @@ MUTANTS = [
     Mutant(
         "mfcl-one-view",
         "methods/mfcl.py",
-        "len(first), 1] = second",
-        "len(first), 1] = first",
+        "torch.stack(codes, dim=1)",
+        "torch.stack([codes[0], codes[0]], dim=1)",
         MFCL,
         "both representations of an image are the same",
         True,
