@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from furlong.data.decode import Unusable, decode, printable
-from furlong.data.folder import scan
+from furlong.data.folders import scan
 from furlong.reports.embed import Found, text
 from furlong.reports.rendering import render
 
