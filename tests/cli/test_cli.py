@@ -5,20 +5,18 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import Call, tiny
 
 import furlong
 from furlong import cli
 from furlong.cli import COMMANDS, main
-from furlong.engines import inprocess
 from furlong.methods import METHODS
 from furlong.runs import loop
 from furlong.runs.config import Config, all_facts
@@ -28,38 +26,6 @@ TINY = [
     "--data.image-size=16", "--partition=iid", "--clients=3", "--rounds=1", "--batch-size=8",
     "--workers=1", "--evaluate.probe=none",
 ]  # fmt: skip
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str  # in one line
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def furlong_(capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path) -> Any:
-    """Call ``furlong WORDS`` in an empty directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(inprocess, "keep_freed_memory", lambda: None)
-
-    def call(*words: object) -> Result:
-        capsys.readouterr()
-        code: Any = 0
-        try:
-            main([str(word) for word in words])
-        except SystemExit as end:
-            code = end.code or 0
-        captured = capsys.readouterr()
-        return Result(code, captured.out, " ".join(captured.err.replace("│", " ").split()))
-
-    return call
-
-
-Call = Callable[..., Result]
 
 
 # ---------------------------------------------------------------- general
@@ -169,10 +135,9 @@ def test_one_method_in_words(furlong_: Call, name: str) -> None:
     text = furlong_("methods", name, "--encoder", "small").out
     for word in ("paper:", "stays on the client:", "leaves the client:", "params"):
         assert word in text
-    fields = furlong_("methods", name, "--encoder", "small", "--json").json["fields"]
-    assert fields.get("projection_head", "small_proj") == "small_proj"
-    found = furlong_("methods", name, "--encoder", "small", "--json").json["bytes"]
-    sent = [sum(count for _, count in ways["up"].values()) for ways in found.values()]
+    found = furlong_("methods", name, "--encoder", "small", "--json").json
+    assert found["fields"].get("projection_head", "small_proj") == "small_proj"
+    sent = [sum(count for _, count in ways["up"].values()) for ways in found["bytes"].values()]
     assert min(sent) > 8_000
     assert max(sent) > 300_000
 
@@ -222,7 +187,8 @@ def test_cost_errors(furlong_: Call, options: tuple[str, ...], message: str) -> 
 
 # ---------------------------------------------------------------- partition
 
-MFCL = ("partition", "--data", "shapes", "--partition", "mfcl:2", "--clients", "10")
+FEW = ("--data.images=500", "--data.test-images=20")
+MFCL = ("partition", "--data", "shapes", "--partition", "mfcl:2", "--clients", "10", *FEW)
 
 
 def test_partition_json(furlong_: Call) -> None:
@@ -241,7 +207,7 @@ def test_partition_json(furlong_: Call) -> None:
 
 
 def test_partition_table_and_figure(furlong_: Call) -> None:
-    result = furlong_(*MFCL, "--figure", "x.svg", "--data.images=500")
+    result = furlong_(*MFCL, "--figure", "x.svg")
     assert result.code == 0
     assert "β-CIB 2.3218 bits" in result.out
     assert "heat map: x.svg" in result.out
@@ -251,15 +217,7 @@ def test_partition_table_and_figure(furlong_: Call) -> None:
 
 
 def test_partition_depends_on_the_seed(furlong_: Call) -> None:
-    words = (
-        "partition",
-        "--partition",
-        "dirichlet:0.5",
-        "--clients",
-        "4",
-        "--data.images=500",
-        "--json",
-    )
+    words = ("partition", "--partition", "dirichlet:0.5", "--clients", "4", *FEW, "--json")
     one = furlong_(*words).json
     assert furlong_(*words, "--seed", "0").json == one
     assert furlong_(*words, "--run.seed=1").json["sizes"] != one["sizes"]
@@ -313,7 +271,8 @@ def test_mistakes(furlong_: Call, words: str, expected: str) -> None:
     Path("bad.toml").write_text("[train\n")
     Path("odd.toml").write_text("[trian]\n")
     Path("file.txt").write_text("")
-    result = furlong_(*words.split())
+    few = ("--data.test-images", "20") if "--data.images" in words else ()
+    result = furlong_(*words.split(), *few)
     assert result.code not in (0, None)
     assert expected in result.err
     assert "Traceback" not in result.err + result.out

@@ -17,7 +17,8 @@ from furlong.core.exchange import run_client
 from furlong.core.method import Report
 from furlong.core.payload import flatten, pack
 from furlong.data.augment import preset, unit
-from furlong.engines.inprocess import BlobStore, InProcess
+from furlong.engines.blobs import BlobStore
+from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.methods.mfcl import MFCL, Codes, Server
 from furlong.methods.representations import Stored, stacked
@@ -77,6 +78,12 @@ def test_drop(drop: float, left: int) -> None:
     assert chosen == p.method.senders(p.setup)
     others = {p.method.senders(replace(p.setup, seed=s)) for s in range(20)}
     assert left == 3 or len(others) > 1
+
+
+def test_drop_of_many() -> None:
+    """0.29 · 100 is below 29 in floats."""
+    p = make(drop=0.29)
+    assert len(p.method.senders(replace(p.setup, sizes=dict.fromkeys(range(100), 4)))) == 71
 
 
 def test_too_many_dropped() -> None:
