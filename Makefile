@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: install demo test lint docs clean
+.PHONY: install demo test test-slow test-all lint docs clean
 
 install: $(STAMP)
 
@@ -17,8 +18,14 @@ $(STAMP): constraints.txt pyproject.toml
 demo: install
 	$(BIN)/furlong demo
 
-test: install
-	$(BIN)/python -m pytest -n 2
+test: install # everything that guards correctness, in at most six minutes on two idle cores
+	$(PYTEST) -m "not slow"
+
+test-slow: install # the rest: more variants of the same, whole federations of processes, learning
+	$(PYTEST) -m slow
+
+test-all: install
+	$(PYTEST)
 
 lint: install
 	$(BIN)/ruff check .

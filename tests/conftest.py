@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from furlong.runs.config import Config, from_tree
 from furlong.runs.prepare import Prepared, prepare
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
+
+
+# Tests run side by side, on images so small that a second thread costs more than it gives: torch's
+# threads wait for each other in a loop. Programs that tests start take it from the environment.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
@@ -75,3 +83,46 @@ def prepared() -> Callable[..., Prepared]:
         return replace(cache[key])
 
     return make
+
+
+# ---------------------------------------------------------------- the command line
+
+
+class Result(NamedTuple):
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str  # in one line
+
+    @property
+    def json(self) -> Any:
+        """What it printed, read."""
+        return json.loads(self.out)
+
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def furlong_(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Call:
+    """Call ``furlong WORDS`` in this process, in an empty directory."""
+    from furlong import cli
+    from furlong.engines import pool
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pool, "keep_freed_memory", lambda: None)
+
+    def call(*words: object) -> Result:
+        capsys.readouterr()
+        code: Any = 0
+        try:
+            cli.main([str(word) for word in words])
+        except SystemExit as end:
+            code = end.code or 0
+        captured = capsys.readouterr()
+        return Result(code, captured.out, " ".join(captured.err.replace("│", " ").split()))
+
+    return call

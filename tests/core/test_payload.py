@@ -100,6 +100,18 @@ def test_is_a_safetensors_file() -> None:
     assert all(torch.equal(back[n], t) for n, t in tensors.items())
 
 
+def test_header_is_strict_json_and_tensors_are_aligned() -> None:
+    def strange(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    for length in range(8):
+        packed = bytes(pack({"x" * length: torch.ones(2), "value": (math.nan, math.inf)}))
+        size = int.from_bytes(packed[:8], "little")
+        assert size % 8 == 0
+        header = json.loads(packed[8 : 8 + size], parse_constant=strange)
+        json.loads(header["__metadata__"]["furlong"], parse_constant=strange)
+
+
 def test_unregistered_classes_are_refused() -> None:
     with pytest.raises(TypeError, match="cannot hold"):
         pack({"x": object()})
@@ -129,6 +141,9 @@ def test_lying_headers() -> None:
     for lie in lies:
         with pytest.raises(PayloadError):
             unpack_tensors(forge(lie))
+    twice = json.dumps({"a": good, "b": good}).encode()  # two tensors in one place
+    with pytest.raises(PayloadError):
+        unpack_tensors(bytearray(len(twice).to_bytes(8, "little") + twice + b"\0" * 8))
     for cut in (b"", b"\1", (1 << 62).to_bytes(8, "little") + b"{}"):
         with pytest.raises(PayloadError):
             unpack_tensors(cut)

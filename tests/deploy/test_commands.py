@@ -8,14 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Call
 from federations import wait
 from nginx import OUTSIDE, ask, needs_nginx, nginx
-
-from furlong.cli import main
 
 pytest.importorskip("flwr")
 
@@ -26,23 +24,7 @@ from furlong.deploy.proxy import Ports
 SRC = Path(__file__).parents[2] / "src"
 
 
-@pytest.fixture
-def furlong_(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: object) -> tuple[int, str, str]:
-        code = 0
-        try:
-            main([str(word) for word in words])
-        except SystemExit as end:
-            code = end.code or 0  # type: ignore[assignment]
-        captured = capsys.readouterr()
-        return code, captured.out, " ".join(captured.err.split())
-
-    return call
-
-
-def test_certs_from_the_command_line(furlong_: Callable[..., tuple[int, str, str]]) -> None:
+def test_certs_from_the_command_line(furlong_: Call) -> None:
     code, out, err = furlong_("certs", "fed", "--host", "localhost", "--nodes", "a, b")
     assert (code, err) == (0, "")
     assert "furlong superlink --certs fed/server" in out
@@ -76,7 +58,7 @@ def test_certs_from_the_command_line(furlong_: Callable[..., tuple[int, str, str
         ("superlink --insecure --host 0.0.0.0 --exposed", "works on this machine only"),
     ],
 )
-def test_mistakes(furlong_: Callable[..., tuple[int, str, str]], words: str, said: str) -> None:
+def test_mistakes(furlong_: Call, words: str, said: str) -> None:
     Path("file.txt").write_text("")
     code, out, err = furlong_(*words.split())
     assert code == 2

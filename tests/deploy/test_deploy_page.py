@@ -15,7 +15,7 @@ from furlong.deploy.addresses import free_port
 
 pytest.importorskip("flwr")
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("FURLONG_SLOW"), reason="a minute: FURLONG_SLOW=1"),
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("nginx", path="/usr/sbin:/usr/bin") is None, reason="no nginx"),
 ]
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"

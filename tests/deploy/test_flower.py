@@ -26,9 +26,8 @@ from furlong.runs import loop
 from furlong.runs.config import Config
 
 pytest.importorskip("flwr")
-slow = pytest.mark.skipif(
-    not os.environ.get("FURLONG_SLOW"), reason="takes minutes: FURLONG_SLOW=1"
-)
+pytestmark = pytest.mark.xdist_group("flower")  # one SuperLink for all
+slow = pytest.mark.slow
 FURLONG = [sys.executable, "-m", "furlong.cli"]
 PATIENCE = 150.0  # seconds for anything, on a busy machine
 
@@ -133,7 +132,9 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         made.end()
 
 
-@pytest.mark.parametrize("method", ["fedu", "fedca", "mfcl"])
+@pytest.mark.parametrize(
+    "method", ["fedu", pytest.param("fedca", marks=slow), pytest.param("mfcl", marks=slow)]
+)
 def test_three_supernodes_give_the_bits_of_one_process(
     federation: Federation, tmp_path: Path, method: str
 ) -> None:
@@ -176,6 +177,7 @@ def test_a_node_that_disagrees_takes_no_part(federation: Federation, tmp_path: P
         node.wait(20)
 
 
+@slow
 def test_a_node_killed_in_mid_round_and_back(federation: Federation) -> None:
     """The round ends without it, by the deadline; started again, it connects again.
 
@@ -199,6 +201,7 @@ def test_a_node_killed_in_mid_round_and_back(federation: Federation) -> None:
     )
 
 
+@slow
 def test_the_server_is_killed_and_resumed(federation: Federation, tmp_path: Path) -> None:
     """SIGKILL of the server in mid-round; nodes keep their state, and the bits are the same."""
     options = {"rounds": 4, "optimiser.persist": True}
@@ -231,6 +234,7 @@ def test_the_superlink_is_killed_and_resumed(federation: Federation, tmp_path: P
     assert bits(federation.folder / "outage") == in_process(tmp_path / "one", "fedema", **options)
 
 
+@slow
 def test_a_simulation_of_a_hundred_clients(tmp_path: Path) -> None:
     options = {"clients": 100, "data.images": 400, "rounds": 1, "batch_size": 4}
     config = tmp_path / "run.toml"

@@ -367,7 +367,7 @@ def test_lost_answers_do_not_move_the_state(tmp_path: Path) -> None:
     b = tmp_path / "b"
     a.mkdir()
     b.mkdir()
-    opts = {"optimiser.persist": True, "rounds": 3, "run.deadline": 10}
+    opts = {"optimiser.persist": True, "rounds": 3, "run.deadline": 1}
 
     def down(header: dict[str, Any], body: bytes) -> Any:  # never reaches the node
         return (

@@ -40,6 +40,8 @@ class Faulty(FedSimCLR):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.how == "hang":
                 time.sleep(600)
+        if self.how == "hang":  # the others answer at once: a busy machine must not make them late
+            return Local(state, down)
         return super().local_update(state, down, ctx)
 
 
@@ -132,6 +134,9 @@ def test_cohorts() -> None:
     clients = list(range(10))
     one = draw_cohort(0, Exchange(round=3), clients, 0.35)
     assert len(one) == 3
+    for r in range(20):  # reports are added in this order
+        cohort = draw_cohort(0, Exchange(round=r), clients, 0.5)
+        assert cohort == sorted(cohort)
     assert one == draw_cohort(0, Exchange(round=3, index=9), clients, 0.35)
     assert any(draw_cohort(0, Exchange(round=r), clients, 0.35) != one for r in range(4, 9))
     assert draw_cohort(0, Exchange(round=3, clients=(1, 2)), clients, 0.1) == [1, 2]
@@ -233,17 +238,17 @@ def test_an_exchange_ends_by_its_deadline(prepared: Any, workers: int) -> None:
     method = faulty(p, how="hang")
     server = Server(method, p.setup)
     before = len(os.listdir("/proc/self/fd"))
-    with InProcess(method, p.federation, p.setup, workers, deadline=2.0) as transport:
+    with InProcess(method, p.federation, p.setup, workers, deadline=1.5) as transport:
         old = pids(transport)
         assert len(old) == workers
         results = list(server.run(transport, server.init()))
         new = pids(transport)
     missed = [1, 2] if workers == 1 else [1]
     for result in results:
-        assert result.seconds < 10
+        assert result.seconds < 60
         assert sorted(result.metrics) == [c for c in (0, 1, 2) if c not in missed]
         assert [(f.client, f.kind) for f in result.failures] == [(c, "lost") for c in missed]
-        assert {f.reason for f in result.failures} == {"no answer within 2 s"}
+        assert {f.reason for f in result.failures} == {"no answer within 1.5 s"}
     assert len(new) == workers
     assert not set(old) >= set(new)
     assert all(map(gone, (*old, *new)))
@@ -253,11 +258,12 @@ def test_an_exchange_ends_by_its_deadline(prepared: Any, workers: int) -> None:
 def test_who_answered_in_time_counts_even_if_nobody_looked(prepared: Any) -> None:
     """An aggregation that takes longer than the deadline loses nobody who has answered."""
     p = prepared("fedsimclr")
+    method = faulty(p, how="hang", whom=99)
     downloads = dict.fromkeys(p.federation.clients, p.server.init())
-    with InProcess(p.method, p.federation, p.setup, 3, deadline=3.0) as transport:
+    with InProcess(method, p.federation, p.setup, 3, deadline=1.5) as transport:
         replies = transport.exchange(p.server.exchanges()[0], downloads)
         found = [next(replies)]
-        time.sleep(3.1)
+        time.sleep(1.6)
         found += replies
     assert [reply.client for _, reply in found] == [0, 1, 2]
     assert all(not hasattr(reply, "reason") for _, reply in found)

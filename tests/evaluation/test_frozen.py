@@ -141,6 +141,25 @@ def test_probe_step_is_that_of_autograd() -> None:
     torch.testing.assert_close(result.bias, -0.7 * layer.bias.grad)
 
 
+def test_only_some_recipes_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedU's public code takes the images as they come."""
+
+    class Shuffled(Exception):
+        pass
+
+    def shuffle(*_: object, **__: object) -> None:
+        raise Shuffled
+
+    monkeypatch.setattr(torch, "randperm", shuffle)
+    x, y = blobs(20)
+    for recipe in RECIPES:
+        if recipe.startswith("fedu"):
+            linear_probe(x, y, x, y, recipe=recipe, epochs=1)
+        else:
+            with pytest.raises(Shuffled):
+                linear_probe(x, y, x, y, recipe=recipe, epochs=1)
+
+
 def test_probe_is_a_function_of_its_seed() -> None:
     train, test = blobs(300, spread=0.6), blobs(200, spread=0.6)
     before = torch.get_rng_state()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +21,13 @@ from furlong.methods import METHODS
 from furlong.methods.wrappers.alone import Alone
 from furlong.runs.prepare import Prepared
 
-pytestmark = pytest.mark.parametrize("name", METHODS)
+every_method = pytest.mark.parametrize("name", METHODS)
+# One network; a client's own state; rows beside the weights; exchanges of the server alone: these
+# four stand for all in the quick suite where an option is the same code for every method.
+FOUR = ("fedsimclr", "fedu", "fedca", "mfcl")
+four_methods = pytest.mark.parametrize(
+    "name", [n if n in FOUR else pytest.param(n, marks=pytest.mark.slow) for n in METHODS]
+)
 
 
 def finish(
@@ -37,27 +45,35 @@ def finish(
     return bytes(pack(state)), clients
 
 
+@pytest.fixture(scope="session")
+def finished(prepared: Any) -> Callable[[str], tuple[bytes, dict[int, bytes]]]:
+    """:func:`finish` of a method with its usual settings, computed once."""
+    return cache(lambda name: finish(prepared(name)))
+
+
 def shard(p: Prepared, client: int) -> Shard:
     """What an engine gives the client."""
     return p.federation.shard(client, labels=p.method.needs_labels)
 
 
-def test_same_seed_same_bits_and_workers_agree(prepared: Any, name: str) -> None:
-    p = prepared(name)
-    once = finish(p)
+@every_method
+def test_same_seed_same_bits_and_workers_agree(prepared: Any, finished: Any, name: str) -> None:
+    p, once = prepared(name), finished(name)
     assert finish(p) == once
     assert finish(p, workers=2) == once
     other = prepared(name, seed=1)
     assert finish(other)[0] != once[0]
 
 
-def test_training_changes_every_parameter(prepared: Any, name: str) -> None:
-    p = prepared(name)
-    before, after = flatten(p.server.init())[0], flatten(unpack(finish(p)[0]))[0]
+@every_method
+def test_training_changes_every_parameter(prepared: Any, finished: Any, name: str) -> None:
+    before = flatten(prepared(name).server.init())[0]
+    after = flatten(unpack(bytearray(finished(name)[0])))[0]
     still = [n for n, t in before.items() if t.is_floating_point() and torch.equal(t, after[n])]
     assert not [n for n in still if not n.startswith("alignment")]  # FedCA's model is a constant
 
 
+@every_method
 def test_inputs_are_not_mutated(prepared: Any, name: str) -> None:
     p = prepared(name)
     server = p.server.init()
@@ -90,6 +106,7 @@ def test_inputs_are_not_mutated(prepared: Any, name: str) -> None:
     store.close()
 
 
+@every_method
 def test_payloads_survive_packing(prepared: Any, name: str) -> None:
     p = prepared(name)
     server = p.server.init()
@@ -102,6 +119,7 @@ def test_payloads_survive_packing(prepared: Any, name: str) -> None:
         assert traffic(back) == traffic(value)
 
 
+@every_method
 def test_uploads_look_as_expected(prepared: Any, name: str) -> None:
     """The promise on which the guard and ``furlong methods`` rest."""
     p = prepared(name)
@@ -115,6 +133,7 @@ def test_uploads_look_as_expected(prepared: Any, name: str) -> None:
     assert traffic(report.upload) == traffic(expected)
 
 
+@every_method
 def test_dropped_clients_and_empty_cohorts(prepared: Any, name: str) -> None:
     p = prepared(name)
     server = p.server.init()
@@ -138,11 +157,13 @@ def test_dropped_clients_and_empty_cohorts(prepared: Any, name: str) -> None:
             assert metrics["images"] == (24 if "loss" in metrics else 0)
 
 
+@every_method
 def test_partial_participation(prepared: Any, name: str) -> None:
     p = prepared(name)
     assert finish(p, fraction=0.4) == finish(p, workers=2, fraction=0.4)
 
 
+@every_method
 def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> None:
     """Spec 2.16: M = 1 equals R local trainings with nothing in between; so does ``Alone``."""
     p = prepared(name)
@@ -173,6 +194,7 @@ def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> No
     assert bytes(pack(last.server.states[1])) == federated
 
 
+@every_method
 def test_labels_are_absent(prepared: Any, name: str) -> None:
     """Methods that do not declare labels run on unlabelled data and never see labels."""
     p = prepared(name)
@@ -196,9 +218,10 @@ def test_labels_are_absent(prepared: Any, name: str) -> None:
     assert not last.failures
 
 
-def test_resume_from_any_exchange(prepared: Any, name: str) -> None:
+@every_method
+def test_resume_from_any_exchange(prepared: Any, finished: Any, name: str) -> None:
     p = prepared(name)
-    whole, whole_clients = finish(p)
+    whole, whole_clients = finished(name)
     first, *_ = p.server.exchanges()
     with InProcess(p.method, p.federation, p.setup) as transport:
         start = p.server.step(transport, p.server.init(), first)
@@ -213,6 +236,7 @@ def test_resume_from_any_exchange(prepared: Any, name: str) -> None:
     assert after == whole_clients
 
 
+@every_method
 def test_encoder_takes_images_and_is_in_eval_mode(prepared: Any, name: str) -> None:
     p = prepared(name)
     encoder = p.method.encoder(p.server.init(), p.server.context(p.server.exchanges()[0]))
@@ -222,14 +246,16 @@ def test_encoder_takes_images_and_is_in_eval_mode(prepared: Any, name: str) -> N
 
 
 @pytest.mark.parametrize("policy", ["average", "local", "pooled", "recalibrate"])
+@four_methods
 def test_every_batchnorm_policy(prepared: Any, name: str, policy: str) -> None:
     p = prepared(name, **{"method.bn_stats": policy})
     assert finish(p) == finish(p, workers=2)
 
 
-def test_persisted_optimiser(prepared: Any, name: str) -> None:
+@four_methods
+def test_persisted_optimiser(prepared: Any, finished: Any, name: str) -> None:
     p = prepared(name, **{"optimiser.persist": True})
     server, clients = finish(p)
     assert finish(p, workers=2) == (server, clients)
-    assert server != finish(prepared(name))[0]
+    assert server != finished(name)[0]
     assert all(unpack(bytearray(packed)).moments for packed in clients.values())

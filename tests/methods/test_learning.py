@@ -31,7 +31,7 @@ BASE: dict[str, Any] = {
     "seed": 7,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fedsimclr": {"method.temperature": 0.2},
+    "fedsimclr": {"method.temperature": 0.2, "rounds": 12},
     "ldawa": {"method.temperature": 0.2, "rounds": 8, "epochs": 3},
     "fedx": {"method.temperature": 0.2, "rounds": 8, "epochs": 3},
     "fedvicreg": {},
@@ -51,7 +51,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", SETTINGS)
+QUICK = ("fedsimclr", "fedavg")  # without labels, and with
+
+
+@pytest.mark.parametrize(
+    "method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in SETTINGS]
+)
 def test_knn_rises(method: str, tmp_path: Path) -> None:
     options = {**BASE, **SETTINGS[method], "out": str(tmp_path / "run")}
     run = furlong.run(method=method, **options)

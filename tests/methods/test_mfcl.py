@@ -80,6 +80,12 @@ def test_drop(drop: float, left: int) -> None:
     assert left == 3 or len(others) > 1
 
 
+def test_drop_of_many() -> None:
+    """0.29 · 100 is below 29 in floats."""
+    p = make(drop=0.29)
+    assert len(p.method.senders(replace(p.setup, sizes=dict.fromkeys(range(100), 4)))) == 71
+
+
 def test_too_many_dropped() -> None:
     with pytest.raises(FurlongError, match="leaves 1 of 3 clients"):
         make(drop=0.7, min_clients=2).server.exchanges()

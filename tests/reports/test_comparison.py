@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from fake_runs import make
-from test_cli import furlong_  # noqa: F401
 from test_page import Tags, assert_self_contained
 
 from furlong.errors import FurlongError
@@ -96,7 +95,7 @@ def test_ablations_are_drawn(tmp_path: Path) -> None:
     assert {"ablation-mfcl-drop.svg", "ablation-mfcl-drop.png", "accuracy-bytes.png"} <= made
 
 
-def test_report_command(furlong_: Any, grid: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_report_command(furlong_: Any, grid: Path, tmp_path: Path) -> None:
     run = grid / "fedu" / "0"
     assert furlong_("report", run).out.strip().endswith(str(run / "report.html"))
     assert furlong_("report", grid, "--figures", tmp_path / "f").code == 0
@@ -125,7 +124,7 @@ def test_runs_without_accuracy(tmp_path: Path) -> None:
     assert "significance" not in page
 
 
-def test_papers_on_the_page_of_one_run(furlong_: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_papers_on_the_page_of_one_run(furlong_: Any, tmp_path: Path) -> None:
     path = make(tmp_path / "run", "fedu", 0, data="cifar10", encoder="resnet18")
     furlong_("report", path)
     page = (path / "report.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
@@ -221,7 +220,7 @@ def test_tsne_separates_what_is_apart() -> None:
         tsne.coordinates(rows[:3])
 
 
-def test_tsne_of_a_run(furlong_: Any, tmp_path: Path, tiny_config: Any) -> None:  # noqa: F811
+def test_tsne_of_a_run(furlong_: Any, tmp_path: Path, tiny_config: Any) -> None:
     from furlong.runs import loop
 
     run = loop.run(tiny_config(rounds=1, out=str(tmp_path / "run")))

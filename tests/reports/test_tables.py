@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from fake_runs import make
-from test_cli import furlong_  # noqa: F401
 
 from furlong.errors import FurlongError
 from furlong.reports import formats, printed, tables
@@ -302,13 +301,13 @@ def test_csv_has_a_line_per_number(grid: Path) -> None:
     [("terminal", "62.0 ± 1.0"), ("markdown", "| fedu | 3 |"), ("csv", "setting,kind"),
      ("html", "<table class")],
 )  # fmt: skip
-def test_command(furlong_: Any, grid: Path, to: str, text: str) -> None:  # noqa: F811
+def test_command(furlong_: Any, grid: Path, to: str, text: str) -> None:
     result = furlong_("table", grid, "--to", to)
     assert result.code == 0
     assert text in result.out
 
 
-def test_many_columns_are_numbered(furlong_: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_many_columns_are_numbered(furlong_: Any, tmp_path: Path) -> None:
     path = make(tmp_path / "run", "fedu")
     row = {"who": "federated", "labels": 0.1, "accuracy": 0.6}
     kept = [{**row, "protocol": f"semi-10:epochs={n}:finetune=head_bn"} for n in range(3, 8)]
@@ -332,7 +331,7 @@ def test_many_columns_are_numbered(furlong_: Any, tmp_path: Path) -> None:  # no
     ],
 )
 def test_damaged_runs(
-    furlong_: Any,  # noqa: F811
+    furlong_: Any,
     grid: Path,
     file: str,
     text: str,
@@ -346,14 +345,14 @@ def test_damaged_runs(
         assert file in result.err.replace("\n", "")
 
 
-def test_a_damaged_grid_file_only_loses_the_order(furlong_: Any, grid: Path) -> None:  # noqa: F811
+def test_a_damaged_grid_file_only_loses_the_order(furlong_: Any, grid: Path) -> None:
     for text in ('{"command": "furlong com', "[]", "7"):
         (grid / GRID).write_text(text)
         assert furlong_("table", grid).code == 0
         assert furlong_("report", grid).code == 0
 
 
-def test_wrong_input(furlong_: Any, grid: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_wrong_input(furlong_: Any, grid: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     make(tmp_path / "half", finished=False)
     for words, said in (

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import furlong_  # noqa: F401
 
 from furlong.errors import FurlongError
 from furlong.runs import grid, loop
@@ -167,7 +166,7 @@ def test_settings_are_resolved_as_a_run_does(tmp_path: Path, method: str, partit
 
 def test_impossible_data_show_once_before_anything_runs(
     tmp_path: Path,
-    furlong_: Any,  # noqa: F811
+    furlong_: Any,
 ) -> None:
     words = [*WORDS, "--data.partition", "classes:99", "--seeds", "3", "--out", tmp_path / "g"]
     result = furlong_("compare", "--methods", "fedsimclr,fedu,fedbyol", *words)
@@ -212,7 +211,7 @@ def test_rules_of_the_server_are_methods_of_their_own(tmp_path: Path) -> None:
     assert rules == ["mean", "median"]
 
 
-def test_a_failing_cell_does_not_stop_the_others(tmp_path: Path, furlong_: Any) -> None:  # noqa: F811
+def test_a_failing_cell_does_not_stop_the_others(tmp_path: Path, furlong_: Any) -> None:
     out = tmp_path / "grid"
     result = furlong_("compare", "--methods", "fedca,fedsimclr", *WORDS, "--out", out)
     assert result.code == 1
@@ -242,13 +241,13 @@ def test_unexpected_errors_keep_their_traceback(tmp_path: Path, monkeypatch: Any
     assert "Traceback" in (outcome.cell.folder / grid.ERROR).read_text()
 
 
-def test_a_comparison_is_no_run(furlong_: Any) -> None:  # noqa: F811
+def test_a_comparison_is_no_run(furlong_: Any) -> None:
     result = furlong_("run", ROOT / "configs/comparisons/cifar10-small.toml")
     assert result.code == 2
     assert "[methods.…] is for 'furlong compare'" in result.err
 
 
-def test_wrong_commands(furlong_: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_wrong_commands(furlong_: Any, tmp_path: Path) -> None:
     for words, said in (
         (["--methods", "nosuch", "--out", tmp_path / "g"], "unknown method 'nosuch'"),
         (["none.toml", "--out", tmp_path / "g"], "cannot read none.toml"),

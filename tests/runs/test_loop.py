@@ -75,6 +75,7 @@ def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., conf
 
     def make(out: str, **options: Any) -> config.Config:
         given = heads | {"rounds": 3, "evaluate.probe": "none", "workers": 2}
+        given["data.images"] = 24  # one step a round: far from any deadline, on a busy machine too
         return tiny("hangs.py:Hangs", out=out, **given, **options)
 
     return make

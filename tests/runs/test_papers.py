@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import furlong_  # noqa: F401
 
 from furlong.data.augment import preset
 from furlong.data.partition import partition
@@ -281,7 +280,7 @@ def test_rows_without_a_printed_number() -> None:
 # ---------------------------------------------------------------- the commands
 
 
-def test_lists(furlong_: Any) -> None:  # noqa: F811
+def test_lists(furlong_: Any) -> None:
     tables = furlong_("papers", "--json").json
     assert sum(table["rows"] for table in tables.values()) == 396
     assert tables["mfcl/table2"]["rows"] == 90
@@ -292,7 +291,7 @@ def test_lists(furlong_: Any) -> None:  # noqa: F811
     assert len(furlong_("papers", "*/cifar10/*/fedu").out.split()) == 4
 
 
-def test_one_row_is_printed_as_a_file_that_gives_its_settings(furlong_: Any) -> None:  # noqa: F811
+def test_one_row_is_printed_as_a_file_that_gives_its_settings(furlong_: Any) -> None:
     for address in ("mfcl/table3/cifar100/sc12/gn", "fedca/table5/beta-0.05", "fcl/figure5/cl"):
         text = furlong_("papers", address).out
         assert config.from_tree(tomllib.loads(text), {}, "test") == load(address)
@@ -307,7 +306,7 @@ def test_one_row_is_printed_as_a_file_that_gives_its_settings(furlong_: Any) -> 
 @pytest.mark.parametrize(
     "words", ["papers ", "run paper:", "cost paper:", "compare --out x paper:"]
 )
-def test_a_wrong_address_names_the_nearest(furlong_: Any, words: str) -> None:  # noqa: F811
+def test_a_wrong_address_names_the_nearest(furlong_: Any, words: str) -> None:
     result = furlong_(*f"{words}mfcl/table2/cifar10/sc4/pm".split())
     assert result.code == 2
     assert "mfcl/table2/cifar10/sc4/pn" in result.err
@@ -320,7 +319,7 @@ def test_a_table_without_a_row_is_no_configuration() -> None:
         load("")
 
 
-def test_cost_of_a_row(furlong_: Any) -> None:  # noqa: F811
+def test_cost_of_a_row(furlong_: Any) -> None:
     address = "paper:fedu/table1/cifar10/noniid/resnet18/fedu"
     found = furlong_("cost", address, "--sizes", "10x5", "--rounds", "2", "--json").json
     assert len(found) == 2

@@ -1,0 +1,1363 @@
+"""Deliberate mistakes in the source, each with the tests that should notice it.
+
+    python tests/mutants.py                      # all of them, one after the other
+    python tests/mutants.py --only krum fedca    # those whose name or file holds one of these words
+    python tests/mutants.py --json tests/mutants.json --label before
+
+A mutant is one short text of a source file and what takes its place. The script copies the
+repository to a temporary folder, makes one mistake there at a time, and runs the tests that are
+named for it. The tests must fail: the mutant is killed. The same tests without any mistake must
+pass, which is checked once for every choice of tests.
+
+Results are written after every mutant, so that a run that was stopped goes on where it was.
+``tests/runs/test_lock.py`` is never among the tests: it notices every change of bits, also a right
+one, and so it proves nothing about the other tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import scipy.stats  # noqa: F401 - imported once, for all children
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 300.0  # for the tests of one mutant; a mutant that never ends counts as killed
+MOMENTS = count(1_000_000_000)
+KEPT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs-*")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake: ``old`` stands exactly once in ``file``, and ``tests`` are arguments of pytest.
+
+    A text that has moved to another file is found there, if it is the only one of its kind.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    why: str
+    known_survivor: bool = False  # no test notices it yet: issue 13
+
+
+LOSSES = "tests/nn/test_losses.py"
+FCL = "tests/methods/test_fcl.py"
+FEDCA = "tests/methods/test_fedca.py"
+MFCL = "tests/methods/test_mfcl.py -k 'not test_settings'"
+RULES = "tests/core/test_aggregation.py -k 'not same_bits and not one_bad and not checkpoint'"
+WEIGHTS = (
+    "tests/core/test_weights.py tests/methods/test_averaging.py tests/methods/test_fedu.py"
+    " tests/methods/test_fedema.py"
+)
+GUARD = "tests/core/test_guard.py"
+PAYLOAD = "tests/core/test_payload.py"
+CHECKPOINT = (
+    "tests/runs/test_checkpoint.py -k 'not kill_9 and not more_to_keep and not every_round'"
+)
+PARTITION = "tests/data/test_partition.py"
+AUGMENT = "tests/data/test_augment.py"
+FROZEN = "tests/evaluation/test_frozen.py"
+PROTOCOLS = "tests/evaluation/test_protocols.py"
+CONFIG = "tests/runs/test_config.py"
+TABLES = "tests/reports/test_tables.py"
+CODEC = "tests/engines/test_codec.py -k 'not methods_run'"
+COST = "tests/runs/test_cost.py -k 'fedsimclr or fcl or table_8 or without_data'"
+CLUSTERING = "tests/nn/test_clustering.py"
+REMOTE = (
+    "tests/deploy/test_remote.py -k 'slices or nonsense or bad_answer or restarts "
+    "or (same_bits and fedu)'"
+)
+FEDU = "tests/methods/test_fedu.py"
+
+MUTANTS = [
+    # ------------------------------------------------------------ losses
+    Mutant(
+        "nt_xent-partner",
+        "nn/losses.py",
+        ".roll(len(z1))",
+        ".roll(1)",
+        LOSSES,
+        "a view's positive is another image",
+    ),
+    Mutant(
+        "nt_xent-temperature",
+        "nn/losses.py",
+        "z @ z.T / temperature",
+        "z @ z.T * temperature",
+        LOSSES,
+        "the temperature multiplies",
+    ),
+    Mutant(
+        "nt_xent-diagonal",
+        "nn/losses.py",
+        ".fill_diagonal_(-torch.inf)",
+        "",
+        LOSSES,
+        "a view is its own negative",
+    ),
+    Mutant(
+        "info_nce-temperature",
+        "nn/losses.py",
+        "query @ negatives.T], dim=1) / temperature",
+        "query @ negatives.T], dim=1)",
+        LOSSES,
+        "MoCo without a temperature",
+    ),
+    Mutant(
+        "matching-entropy",
+        "nn/losses.py",
+        "far * rest_entropy",
+        "near * rest_entropy",
+        f"{LOSSES} {FCL} -k 'entropy or matching or neighbour'",
+        "FCL's second loss weighs the rest by the wrong probability",
+    ),
+    Mutant(
+        "dictionary-candidates",
+        "nn/losses.py",
+        "torch.cat([z2, dictionary.detach()])",
+        "torch.cat([z1, dictionary.detach()])",
+        FEDCA,
+        "FedCA contrasts a view with itself",
+    ),
+    Mutant(
+        "alignment-reduction",
+        "nn/losses.py",
+        'if reduction == "mean"',
+        'if reduction != "mean"',
+        FEDCA,
+        "sum and mean are exchanged",
+    ),
+    Mutant(
+        "byol-sign",
+        "nn/losses.py",
+        "2 + 2 * cosine_simsiam",
+        "2 - 2 * cosine_simsiam",
+        f"{LOSSES} {FEDU}",
+        "BYOL drives views apart",
+    ),
+    Mutant(
+        "simsiam-stop-gradient",
+        "nn/losses.py",
+        "(prediction, target.detach(), dim=1)",
+        "(prediction, target, dim=1)",
+        LOSSES,
+        "without the stop-gradient SimSiam collapses",
+    ),
+    Mutant(
+        "barlow-diagonal",
+        "nn/losses.py",
+        "(1 - off_diagonal) * squares.trace()",
+        "squares.trace()",
+        "tests/methods/test_fedbarlow.py",
+        "the diagonal counts 1 + λ times",
+    ),
+    Mutant(
+        "vicreg-half",
+        "nn/losses.py",
+        ".sqrt()).mean() / 2",
+        ".sqrt()).mean()",
+        "tests/methods/test_fedvicreg.py",
+        "the variance term is twice too strong",
+    ),
+    Mutant(
+        "moon-direction",
+        "nn/losses.py",
+        "(far - near) / temperature",
+        "(near - far) / temperature",
+        "tests/methods/test_moon.py",
+        "MOON moves away from the global model",
+    ),
+    Mutant(
+        "swav-swap",
+        "nn/losses.py",
+        "codes.detach().flip(0)",
+        "codes.detach()",
+        CLUSTERING,
+        "a view predicts its own code",
+    ),
+    Mutant(
+        "relational-mean",
+        "nn/losses.py",
+        " - math.log(2)",
+        "",
+        "tests/methods/test_fedx.py",
+        "FedX's mean of two relations does not sum to 1",
+    ),
+    Mutant(
+        "agreement-gradient",
+        "nn/losses.py",
+        "F.normalize(target.detach(), dim=1) @ centroids.T",
+        "F.normalize(target, dim=1) @ centroids.T",
+        CLUSTERING,
+        "Orchestra's target network gets a gradient",
+    ),
+    # ------------------------------------------------------------ methods
+    Mutant(
+        "fedema-blend",
+        "methods/fedema.py",
+        "lerp(state.online, down.encoder, 1 - mu)",
+        "lerp(state.online, down.encoder, mu)",
+        "tests/methods/test_fedema.py",
+        "the blend of own and global encoder is reversed",
+    ),
+    Mutant(
+        "fedema-scale-frozen",
+        "methods/fedema.py",
+        "return self.tau / distance if",
+        "return distance / self.tau if",
+        "tests/methods/test_fedema.py",
+        "λ = d/τ instead of τ/d",
+    ),
+    Mutant(
+        "fedu-dapu",
+        "methods/fedu.py",
+        "state.divergence >= self.threshold",
+        "state.divergence < self.threshold",
+        FEDU,
+        "the predictor update is reversed",
+    ),
+    Mutant(
+        "fedu-target-slot",
+        "methods/fedu.py",
+        'self.update in ("online", "none")',
+        'self.update in ("target", "none")',
+        FEDU,
+        "the global encoder overwrites the wrong network",
+    ),
+    Mutant(
+        "ema-decay",
+        "core/weights.py",
+        "1.0 - decay)",
+        "decay)",
+        WEIGHTS,
+        "targets follow at once",
+    ),
+    Mutant(
+        "moon-previous",
+        "methods/moon.py",
+        "(down if state is None else state).weights",
+        "down.weights",
+        "tests/methods/test_moon.py",
+        "MOON forgets the client's last model",
+    ),
+    Mutant(
+        "fedx-global-view",
+        "methods/fedx.py",
+        "nt_xent(y1, g2, t)",
+        "nt_xent(y1, z2, t)",
+        "tests/methods/test_fedx.py",
+        "the received network does not teach",
+    ),
+    Mutant(
+        "fedsimsiam-one-direction",
+        "methods/fedsimsiam.py",
+        "cosine_simsiam(predictor(z2), z1)) / 2",
+        "cosine_simsiam(predictor(z1), z2)) / 2",
+        "tests/methods/test_fedsimsiam.py",
+        "only one view is predicted",
+    ),
+    Mutant(
+        "moco-key-order",
+        "methods/fedmoco.py",
+        "zip(views, reversed(keys), strict=False)",
+        "zip(views, keys, strict=False)",
+        "tests/methods/test_fedmoco.py",
+        "a query's positive is the key of the same view",
+    ),
+    Mutant(
+        "proximal-half",
+        "methods/networks.py",
+        "torch.stack(moved).sum() / 2",
+        "torch.stack(moved).sum()",
+        "tests/methods/test_fedavg.py",
+        "FedProx's pull is twice too strong",
+    ),
+    Mutant(
+        "fcl-own-features",
+        "methods/fcl.py",
+        "other != client and ",
+        "",
+        FCL,
+        "a client gets its own features as those of others",
+    ),
+    Mutant(
+        "fcl-staleness",
+        "methods/fcl.py",
+        "server.rounds[other] >= oldest",
+        "server.rounds[other] > oldest",
+        FCL,
+        "features are dropped a round too early",
+    ),
+    Mutant(
+        "fcl-remote-only",
+        "methods/fcl.py",
+        'self.negatives == "remote_only"',
+        'self.negatives != "remote_only"',
+        FCL,
+        "the negatives are those of the other setting",
+    ),
+    Mutant(
+        "fedca-exclude-own",
+        "methods/fedca.py",
+        "self.exclude_own and k == client",
+        "k == client",
+        FEDCA,
+        "own rows are always left out",
+    ),
+    Mutant(
+        "fedca-share",
+        "methods/fedca.py",
+        "-(-self.dictionary * own // everybody)",
+        "self.dictionary * own // everybody",
+        FEDCA,
+        "shares of the dictionary are rounded down",
+    ),
+    Mutant(
+        "fedca-ensembling",
+        "methods/fedca.py",
+        "if before is None else before, self.ensembling)",
+        "if before is None else before, 1 - self.ensembling)",
+        FEDCA,
+        "old and new projections change their weights",
+    ),
+    Mutant(
+        "mfcl-senders",
+        "methods/mfcl.py",
+        "int(self.drop * len(clients) + 1e-9)",
+        "int(self.drop * len(clients))",
+        MFCL,
+        "0.3 of 10 clients is 2",
+    ),
+    Mutant(
+        "mfcl-fewest",
+        "methods/mfcl.py",
+        "if len(now) >= need",
+        "if len(now) > need",
+        MFCL,
+        "a step with just enough clients is left out",
+    ),
+    Mutant(
+        "mfcl-rate",
+        "methods/mfcl.py",
+        "self.pairs_per_client / 256",
+        "self.pairs_per_client / 128",
+        MFCL,
+        "the server's learning rate is doubled",
+        True,
+    ),
+    Mutant(
+        "swav-unit-after-mean",
+        "methods/fedswav.py",
+        "return unit(super().aggregate(server, reports, ctx))",
+        "return super().aggregate(server, reports, ctx)",
+        "tests/methods/test_fedswav.py",
+        "averaged prototypes are shorter than 1",
+    ),
+    Mutant(
+        "feddc-heads",
+        "methods/feddc.py",
+        "views[head % 2]",
+        "views[0]",
+        "tests/methods/test_feddc.py",
+        "all heads cluster the first view",
+    ),
+    Mutant(
+        "orchestra-cluster-first",
+        "methods/orchestra.py",
+        "memory.roll(-position, 0)",
+        "memory",
+        "tests/methods/test_orchestra.py",
+        "the memory's oldest row is not the first",
+    ),
+    # ------------------------------------------------------------ networks, optimisers, clustering
+    Mutant(
+        "lars-trust",
+        "nn/optimisers.py",
+        "trust * length / size",
+        "trust * size / length",
+        "tests/nn/test_optimisers.py",
+        "LARS's ratio is reversed",
+    ),
+    Mutant(
+        "warmup",
+        "nn/optimisers.py",
+        "max(progress, 0.0) / warmup",
+        "max(progress, 0.0)",
+        "tests/nn/test_optimisers.py",
+        "the warm-up never arrives",
+    ),
+    Mutant(
+        "peernorm-gradient",
+        "nn/peernorm.py",
+        "-rstd / count * (d_bias",
+        "rstd / count * (d_bias",
+        "tests/nn/test_peernorm.py",
+        "the gradient has a wrong sign",
+    ),
+    Mutant(
+        "sinkhorn-clusters",
+        "nn/clustering.py",
+        ".mul_(clusters / rows)",
+        ".mul_(rows / clusters)",
+        CLUSTERING,
+        "clusters get the wrong share",
+    ),
+    Mutant(
+        "kmeans-unit",
+        "nn/clustering.py",
+        "F.normalize(sums, dim=1), centroids)",
+        "sums, centroids)",
+        CLUSTERING,
+        "centroids are not unit vectors",
+    ),
+    Mutant(
+        "schedule",
+        "core/context.py",
+        "(1 + math.cos(math.pi * progress))",
+        "(1 + math.cos(math.pi * progress / 2))",
+        WEIGHTS,
+        "the learning rate falls half as fast",
+    ),
+    # ------------------------------------------------------------ aggregation
+    Mutant(
+        "mean-weights",
+        "core/weights.py",
+        "sums.add_(tensor, alpha=weight)",
+        "sums.add_(tensor)",
+        WEIGHTS,
+        "every client counts the same",
+    ),
+    Mutant(
+        "mean-pooled",
+        "core/weights.py",
+        "value -= mean.square()",
+        "value += mean.square()",
+        "tests/methods/test_averaging.py tests/core/test_aggregation.py -k pooled",
+        "pooled variances are wrong",
+    ),
+    Mutant(
+        "lerp-buffers",
+        "core/weights.py",
+        "end[name].clone() if is_buffer(name)",
+        "tensor.clone() if is_buffer(name)",
+        WEIGHTS,
+        "statistics of the wrong network",
+    ),
+    Mutant(
+        "momentum",
+        "core/aggregation.py",
+        "first = s.momentum * first + delta",
+        "first = first + delta",
+        RULES,
+        "the server's momentum never decays",
+    ),
+    Mutant(
+        "adam-second",
+        "core/aggregation.py",
+        "(1 - s.beta2) * delta.square()",
+        "(1 - s.beta2) * delta.abs()",
+        RULES,
+        "Adam's second moment is not of squares",
+    ),
+    Mutant(
+        "trimmed-one-side",
+        "core/aggregation.py",
+        "[cut : len(rows) - cut]",
+        "[cut:]",
+        RULES,
+        "only small values are cut",
+    ),
+    Mutant(
+        "krum-neighbours",
+        "core/aggregation.py",
+        "- cohort.faulty - 2",
+        "- cohort.faulty - 1",
+        RULES,
+        "Krum looks at one neighbour too many",
+    ),
+    Mutant(
+        "krum-self",
+        "core/aggregation.py",
+        ".sort(dim=1)[0][:, 1:]",
+        ".sort(dim=1)[0]",
+        RULES,
+        "Krum counts the distance to oneself",
+    ),
+    Mutant(
+        "weiszfeld",
+        "core/aggregation.py",
+        "beta = 1 / distances.clamp(min=SMOOTHING)",
+        "beta = distances.clamp(min=SMOOTHING)",
+        RULES,
+        "far clients weigh most",
+    ),
+    Mutant(
+        "norm-bound",
+        "core/aggregation.py",
+        "torch.where(norms > bounds",
+        "torch.where(norms < bounds",
+        RULES,
+        "small updates are stretched, large ones pass",
+    ),
+    Mutant(
+        "krum-fewest",
+        "core/aggregation.py",
+        "(clients - 3) // 2",
+        "(clients - 2) // 2",
+        RULES,
+        "n > 2f + 2 is not required",
+    ),
+    Mutant(
+        "ldawa-cosine",
+        "core/aggregation.py",
+        "(own @ ours / size)",
+        "(own @ ours / size).abs()",
+        RULES,
+        "a client that goes back counts as one that goes ahead",
+    ),
+    # ------------------------------------------------------------ seeding
+    Mutant(
+        "seed-parts",
+        "seeding.py",
+        '"|".join(map(str, parts))',
+        '"".join(map(str, parts))',
+        "tests/engines/test_inprocess.py -k seeds_differ",
+        "seeds of client 1, exchange 12 and client 11, exchange 2 are one",
+    ),
+    Mutant(
+        "seed-set",
+        "seeding.py",
+        "        torch.manual_seed(seed)\n",
+        "",
+        "tests/test_seeding.py",
+        "training is not seeded",
+    ),
+    Mutant(
+        "seed-client",
+        "core/exchange.py",
+        '"client", ctx.client, ctx.exchange.index',
+        '"client", ctx.exchange.index',
+        "tests/test_seeding.py",
+        "all clients of an exchange draw the same numbers",
+    ),
+    Mutant(
+        "seed-exchange",
+        "core/exchange.py",
+        '"client", ctx.client, ctx.exchange.index',
+        '"client", ctx.client',
+        "tests/test_seeding.py",
+        "a client draws the same numbers in every round",
+    ),
+    Mutant(
+        "seed-cohort",
+        "core/exchange.py",
+        'seed, "cohort", exchange.round)',
+        'seed, "cohort")',
+        "tests/engines/test_inprocess.py -k cohorts",
+        "every round has the same clients",
+    ),
+    # ------------------------------------------------------------ guard
+    Mutant(
+        "guard-client",
+        "core/guard.py",
+        "report.client != client",
+        "False",
+        GUARD,
+        "a client signs for another one",
+    ),
+    Mutant(
+        "guard-exchange",
+        "core/guard.py",
+        "report.exchange != exchange.index",
+        "False",
+        GUARD,
+        "an old answer is accepted",
+    ),
+    Mutant(
+        "guard-examples",
+        "core/guard.py",
+        "report.examples <= most",
+        "report.examples",
+        GUARD,
+        "a client claims any number of images",
+    ),
+    Mutant(
+        "guard-finite",
+        "core/guard.py",
+        "math.isfinite(low) and math.isfinite(high)",
+        "True",
+        GUARD,
+        "NaN passes",
+    ),
+    Mutant(
+        "guard-value",
+        "core/guard.py",
+        "max(-low, high) > self.max_value",
+        "high > self.max_value",
+        GUARD,
+        "huge negative numbers pass",
+    ),
+    Mutant(
+        "guard-shape",
+        "core/guard.py",
+        "tensor.shape != want[name].shape",
+        "tensor.numel() != want[name].numel()",
+        GUARD,
+        "a shape that would broadcast passes",
+    ),
+    Mutant(
+        "guard-variance",
+        "core/guard.py",
+        'name.endswith("running_var") and low < 0',
+        "False",
+        GUARD,
+        "negative variances pass",
+    ),
+    Mutant(
+        "guard-dtype",
+        "core/guard.py",
+        "tensor.dtype != want[name].dtype",
+        "False",
+        GUARD,
+        "another type of numbers passes",
+    ),
+    # ------------------------------------------------------------ exchange
+    Mutant(
+        "cohort-size",
+        "core/exchange.py",
+        "fraction * clients + 1e-9",
+        "fraction * clients",
+        "tests/engines/test_inprocess.py -k cohorts",
+        "0.29 of 100 clients is 28",
+    ),
+    Mutant(
+        "gate-duplicates",
+        "core/exchange.py",
+        "self._waiting.remove(client)",
+        "pass",
+        f"{GUARD} tests/engines/test_inprocess.py",
+        "a client is counted twice, or as silent although it answered",
+    ),
+    Mutant(
+        "gate-fewest",
+        "core/exchange.py",
+        "answers < min(fewest, len(self._cohort))",
+        "answers < min(fewest, len(self._cohort)) - 1",
+        "tests/engines/test_inprocess.py -k 'fewest or too_few or min_clients or stops'",
+        "a round with too few clients counts",
+    ),
+    Mutant(
+        "client-diverged",
+        "core/exchange.py",
+        "first_nonfinite((upload, kept))",
+        "first_nonfinite(())",
+        "tests/core tests/engines/test_inprocess.py -k 'diverge or nan or finite'",
+        "NaN is sent and kept",
+    ),
+    Mutant(
+        "client-statistics",
+        "core/exchange.py",
+        "down = replace_tensors(down, kept.stats)",
+        "pass",
+        "tests/methods/test_fedsimclr.py",
+        'bn_stats = "local" forgets the statistics',
+    ),
+    Mutant(
+        "client-moments",
+        "core/exchange.py",
+        "ctx.moments = list(kept.moments)",
+        "ctx.moments = []",
+        "tests/methods/test_battery.py tests/core"
+        " -k '(persist or moments) and not mfcl and not fedca'",
+        "optimiser.persist does nothing",
+    ),
+    Mutant(
+        "order-of-clients",
+        "core/exchange.py",
+        "sorted(chosen.tolist())",
+        "chosen.tolist()",
+        "tests/engines/test_inprocess.py -k cohorts",
+        "reports are not added in client order",
+    ),
+    # ------------------------------------------------------------ payload
+    Mutant(
+        "payload-alignment",
+        "core/payload.py",
+        'b" " * (-len(text) % 8)',
+        'b" " * 0',
+        PAYLOAD,
+        "tensors are not aligned",
+    ),
+    Mutant(
+        "payload-gaps",
+        "core/payload.py",
+        "begin != covered or ",
+        "",
+        PAYLOAD,
+        "tensors may overlap",
+    ),
+    Mutant(
+        "payload-rest",
+        "core/payload.py",
+        "if covered != room",
+        "if covered > room",
+        PAYLOAD,
+        "bytes behind the last tensor are ignored",
+    ),
+    Mutant(
+        "payload-nan",
+        "core/payload.py",
+        "return value if math.isfinite(value) else",
+        "return value if True else",
+        PAYLOAD,
+        "NaN makes invalid JSON",
+    ),
+    Mutant(
+        "payload-buffers",
+        "core/payload.py",
+        '"buffers" if is_buffer(name) else "params"',
+        '"params"',
+        f"{PAYLOAD} tests/runs/test_cost.py -k 'not agrees or fedsimclr'",
+        "statistics are counted as parameters",
+    ),
+    # ------------------------------------------------------------ checkpoint
+    Mutant(
+        "checkpoint-sha",
+        "runs/checkpoint.py",
+        'hashlib.sha256(data).hexdigest() != known["sha256"]',
+        "False",
+        CHECKPOINT,
+        "a damaged file is read",
+    ),
+    Mutant(
+        "checkpoint-digest",
+        "runs/checkpoint.py",
+        'manifest.pop("digest") != _digest(manifest)',
+        'not manifest.pop("digest")',
+        CHECKPOINT,
+        "a damaged manifest is read",
+    ),
+    Mutant(
+        "checkpoint-newest",
+        "runs/checkpoint.py",
+        "p.name.isdigit()), reverse=True)",
+        "p.name.isdigit()))",
+        CHECKPOINT,
+        "a run goes back to the oldest checkpoint",
+    ),
+    Mutant(
+        "checkpoint-keep",
+        "runs/checkpoint.py",
+        "KEEP = 2",
+        "KEEP = 1",
+        CHECKPOINT,
+        "there is no checkpoint to go back to",
+    ),
+    # ------------------------------------------------------------ data
+    Mutant(
+        "partition-windows",
+        "data/partition.py",
+        "used.index(min(used))",
+        "used.index(max(used))",
+        PARTITION,
+        "classes are not used evenly",
+    ),
+    Mutant(
+        "partition-mfcl",
+        "data/partition.py",
+        "(m * s + shift + i) % n",
+        "(m * s + i) % n",
+        PARTITION,
+        "MFCL's printed scenarios",
+    ),
+    Mutant(
+        "partition-least",
+        "data/partition.py",
+        "counts.sum(1).min() >= least",
+        "counts.sum(1).min() >= 0",
+        PARTITION,
+        "a client may have nearly no images",
+    ),
+    Mutant(
+        "partition-remainder",
+        "data/partition.py",
+        "sizes[k % len(sizes)] += 1",
+        "sizes[0] += 1",
+        PARTITION,
+        "the first client gets the whole remainder",
+    ),
+    Mutant(
+        "partition-room",
+        "data/partition.py",
+        "counts.sum(1) < r.n / r.clients",
+        "counts.sum(1) <= r.n",
+        PARTITION,
+        "full clients get more images",
+    ),
+    Mutant(
+        "augment-hue",
+        "data/augment.py",
+        "turn[:, None] * 6 - 3",
+        "turn[:, None] * 3 - 3",
+        AUGMENT,
+        "hues turn half as far",
+    ),
+    Mutant(
+        "augment-solarise",
+        "data/augment.py",
+        "(part >= self.solarise_from)",
+        "(part < self.solarise_from)",
+        AUGMENT,
+        "dark pixels are inverted",
+    ),
+    Mutant(
+        "augment-blur",
+        "data/augment.py",
+        "(-0.5 * (offset / sigma[:, None]) ** 2)",
+        "(-(offset / sigma[:, None]) ** 2)",
+        AUGMENT,
+        "the blur is narrower",
+    ),
+    Mutant(
+        "augment-flip",
+        "data/augment.py",
+        "wide * (1 - 2 * mirror.float())",
+        "wide",
+        AUGMENT,
+        "crops are moved, not mirrored",
+    ),
+    Mutant(
+        "augment-rotation",
+        "data/augment.py",
+        ".rot90(turn, (2, 3))",
+        ".rot90(turn, (3, 2))",
+        "tests/data/test_augment.py tests/methods/test_fedrot.py tests/methods/test_orchestra.py",
+        "images turn clockwise",
+    ),
+    Mutant(
+        "heterogeneity",
+        "data/heterogeneity.py",
+        'clients if denominator == "M2" else clients - 1',
+        "clients - 1",
+        "tests/data/test_heterogeneity.py",
+        "β of the papers' tables",
+    ),
+    # ------------------------------------------------------------ evaluation
+    Mutant(
+        "knn-vote",
+        "evaluation/knn.py",
+        "/ temperature).exp()",
+        "* temperature).exp()",
+        FROZEN,
+        "neighbours weigh nearly the same",
+    ),
+    Mutant(
+        "knn-cosine",
+        "evaluation/knn.py",
+        "F.normalize(test_features.float(), dim=1)",
+        "test_features.float()",
+        FROZEN,
+        "the temperature depends on the length of features",
+    ),
+    Mutant(
+        "knn-k",
+        "evaluation/knn.py",
+        "max(1, min(k, len(bank)))",
+        "len(bank)",
+        FROZEN,
+        "all images vote",
+    ),
+    Mutant(
+        "linear-bias",
+        "evaluation/linear.py",
+        "bias -= (weight * mean).sum(dim=1)",
+        "bias += (weight * mean).sum(dim=1)",
+        FROZEN,
+        "the classifier for raw features is wrong",
+    ),
+    Mutant(
+        "linear-cosine",
+        "evaluation/linear.py",
+        "math.cos(math.pi * epoch / self.epochs)) / 2",
+        "math.cos(math.pi * epoch / self.epochs))",
+        f"{FROZEN} {PROTOCOLS}",
+        "the probe's rate is doubled",
+    ),
+    Mutant(
+        "linear-steps",
+        "evaluation/linear.py",
+        "epoch >= round(s * self.epochs)",
+        "epoch > round(s * self.epochs)",
+        f"{FROZEN} {PROTOCOLS}",
+        "the probe's rate drops an epoch late",
+    ),
+    Mutant(
+        "linear-shuffle",
+        "evaluation/linear.py",
+        "if plan.shuffle:",
+        "if not plan.shuffle:",
+        FROZEN,
+        "recipes shuffle that must not",
+    ),
+    # ------------------------------------------------------------ configuration and tables
+    Mutant(
+        "config-fraction",
+        "settings.py",
+        "operator.gt",
+        "operator.ge",
+        CONFIG,
+        "a fraction of 0 is accepted",
+    ),
+    Mutant(
+        "config-bool",
+        "runs/config.py",
+        'if word in ("false", "no", "off", "0"):\n            return False',
+        'if word in ("false", "no", "off", "0"):\n            return True',
+        CONFIG,
+        "false is read as true",
+    ),
+    Mutant(
+        "config-int",
+        "runs/config.py",
+        "if hint is float or number == int(number)",
+        "if True",
+        CONFIG,
+        "2.5 rounds become 2",
+    ),
+    Mutant(
+        "tables-spread",
+        "reports/tables.py",
+        "statistics.stdev(self.values.values())",
+        "statistics.pstdev(self.values.values())",
+        TABLES,
+        "± is of n and not of n - 1",
+    ),
+    Mutant(
+        "tables-bytes",
+        "reports/tables.py",
+        'summary["bytes_up"] / clients',
+        'summary["bytes_up"]',
+        TABLES,
+        "bytes of all clients, not of one",
+    ),
+    Mutant(
+        "holm-rank",
+        "reports/significance.py",
+        "(len(values) - rank) * values[i]",
+        "len(values) * values[i]",
+        TABLES,
+        "Bonferroni in place of Holm",
+    ),
+    Mutant(
+        "paired-degrees",
+        "reports/significance.py",
+        "abs(t), n - 1)",
+        "abs(t), n)",
+        TABLES,
+        "a degree of freedom too many",
+    ),
+    Mutant(
+        "tables-baseline",
+        "reports/tables.py",
+        "ours.keys() & theirs.keys()",
+        "ours.keys() | theirs.keys()",
+        TABLES,
+        "seeds that have no partner are paired",
+    ),
+    # ------------------------------------------------------------ codec, remote, cost
+    Mutant(
+        "codec-residual",
+        "engines/codec.py",
+        "wanted if lost is None else wanted + lost",
+        "wanted",
+        CODEC,
+        "no error feedback",
+    ),
+    Mutant(
+        "codec-scale",
+        "engines/codec.py",
+        "math.inf, dim=1) / 127",
+        "math.inf, dim=1) / 128",
+        CODEC,
+        "the largest number of a row overflows int8",
+    ),
+    Mutant(
+        "codec-clamp",
+        "engines/codec.py",
+        "wanted.clamp(-_HALF, _HALF).to(torch.float16)",
+        "wanted.to(torch.float16)",
+        CODEC,
+        "large numbers become infinite",
+    ),
+    Mutant(
+        "codec-limit",
+        "engines/codec.py",
+        "(4 if path in how else t.itemsize)",
+        "t.itemsize",
+        CODEC,
+        "a small message may unpack to more than the limit",
+    ),
+    Mutant(
+        "codec-features",
+        "engines/codec.py",
+        'coarse = how == "int8" and path in weights',
+        'coarse = how == "int8"',
+        CODEC,
+        "features are rounded to int8",
+    ),
+    Mutant(
+        "remote-slice",
+        "engines/remote.py",
+        'said.get("slice") != got',
+        "False",
+        REMOTE,
+        "slices are joined in any order",
+    ),
+    Mutant(
+        "remote-limit",
+        "engines/remote.py",
+        "len(answer) > most or ",
+        "",
+        REMOTE,
+        "a node may send without end",
+    ),
+    Mutant(
+        "remote-kept",
+        "engines/remote.py",
+        'reply.header.get("kept") != at',
+        "False",
+        REMOTE,
+        "a node that lost a slice goes unnoticed",
+    ),
+    Mutant(
+        "remote-since",
+        "engines/remote.py",
+        "LastAnswer(exchange, said",
+        "LastAnswer(exchange - 1, said",
+        REMOTE,
+        "a node trains on from the state of another round",
+    ),
+    Mutant(
+        "cost-clients",
+        "runs/cost.py",
+        "only in (None, client)",
+        "True",
+        "tests/runs/test_cost.py tests/cli/test_cli.py -k 'cost or table_8 or (agrees and fedca)'",
+        "the cost of one client is that of all",
+    ),
+    Mutant(
+        "cost-download",
+        "runs/cost.py",
+        "down += traffic(method.download(state, client, ctx))",
+        "down = traffic(method.download(state, client, ctx))",
+        COST,
+        "only the last client's download counts",
+    ),
+    Mutant(
+        "cost-state",
+        "runs/cost.py",
+        "state = method.outline(state, cohort, ctx)",
+        "state = method.outline(state, [], ctx)",
+        COST,
+        "features that are passed on are not counted",
+    ),
+    # ------------------------------------------------------------ known survivors (learning.md)
+    Mutant(
+        "fedu-loss-negated",
+        "methods/byol.py",
+        "loss = byol(predictor(online(v1)), t2)",
+        "loss = -byol(predictor(online(v1)), t2)",
+        FEDU,
+        "BYOL drives views apart",
+        True,
+    ),
+    Mutant(
+        "fedu-views-not-crossed",
+        "methods/byol.py",
+        "predictor(online(v1)), t2)",
+        "predictor(online(v1)), t1)",
+        FEDU,
+        "a view predicts itself",
+        True,
+    ),
+    Mutant(
+        "fedu-one-direction",
+        "methods/byol.py",
+        "loss = loss + byol(predictor(online(v2)), t1)",
+        "pass",
+        FEDU,
+        "symmetric = true does nothing",
+        True,
+    ),
+    Mutant(
+        "fedu-ema-first",
+        "methods/byol.py",
+        "optimiser.step(loss)\n            ema_(target, online, self.decay)",
+        "ema_(target, online, self.decay)\n            optimiser.step(loss)",
+        FEDU,
+        "the target follows the weights before the step",
+        True,
+    ),
+    Mutant(
+        "fedu-divergence-of-target",
+        "methods/fedu.py",
+        "(nets.online, start.online)",
+        "(nets.target, start.target)",
+        FEDU,
+        "the divergence is that of the target",
+        True,
+    ),
+    Mutant(
+        "fedu-aggregate-from",
+        "methods/fedu.py",
+        'nets.online if self.aggregate_from == "online" else nets.target',
+        "nets.online",
+        FEDU,
+        "aggregate_from does nothing",
+        True,
+    ),
+    Mutant(
+        "fcl-matching-sign",
+        "methods/fcl.py",
+        "loss + self.matching * matched",
+        "loss - self.matching * matched",
+        FCL,
+        "neighbours are driven apart",
+        True,
+    ),
+    Mutant(
+        "fcl-matching-weight",
+        "methods/fcl.py",
+        "loss + self.matching * matched",
+        "loss + matched",
+        FCL,
+        "λ does nothing",
+        True,
+    ),
+    Mutant(
+        "fcl-matching-temperature",
+        "methods/fcl.py",
+        "self.neighbours, self.matching_temperature",
+        "self.neighbours, self.temperature",
+        FCL,
+        "matching_temperature does nothing",
+        True,
+    ),
+    Mutant(
+        "fcl-one-view",
+        "methods/fcl.py",
+        "F.normalize(key(other), dim=1)",
+        "F.normalize(key(view), dim=1)",
+        FCL,
+        "query and key are of the same view",
+        True,
+    ),
+    Mutant(
+        "fedca-temperature",
+        "methods/fedca.py",
+        "dictionary, self.temperature, self.symmetric)",
+        "dictionary, 0.5, self.symmetric)",
+        FEDCA,
+        "the temperature does nothing",
+        True,
+    ),
+    Mutant(
+        "fedca-symmetric",
+        "methods/fedca.py",
+        "dictionary, self.temperature, self.symmetric)",
+        "dictionary, self.temperature)",
+        FEDCA,
+        "symmetric does nothing",
+        True,
+    ),
+    Mutant(
+        "fedca-one-view",
+        "methods/fedca.py",
+        "loss = dictionary_nce(z1, z2, dictionary",
+        "loss = dictionary_nce(z1, z1, dictionary",
+        FEDCA,
+        "both views are the same",
+        True,
+    ),
+    Mutant(
+        "fedca-alignment-model",
+        "methods/alignment.py",
+        "loss = simclr.loss(net, batch)",
+        "loss = -simclr.loss(net, batch)",
+        FEDCA,
+        "the alignment model learns the opposite",
+        True,
+    ),
+    Mutant(
+        "mfcl-phase-1-pairs",
+        "methods/mfcl.py",
+        "with peers(sensor):",
+        "with nullcontext():",
+        MFCL,
+        "Peer Normalization sees no pairs in phase 1",
+        True,
+    ),
+    Mutant(
+        "mfcl-reconstruction-negated",
+        "methods/mfcl.py",
+        "optimiser.step(self.mismatch(",
+        "optimiser.step(-self.mismatch(",
+        MFCL,
+        "the sensor unlearns",
+        True,
+    ),
+    Mutant(
+        "mfcl-partners-reversed",
+        "methods/mfcl.py",
+        "nt_xent(first, second, self.temperature)",
+        "nt_xent(first, second.flip(0), self.temperature)",
+        MFCL,
+        "the positives of phase 2 are other images",
+        True,
+    ),
+    Mutant(
+        "mfcl-one-view",
+        "methods/mfcl.py",
+        "torch.stack(codes, dim=1)",
+        "torch.stack([codes[0], codes[0]], dim=1)",
+        MFCL,
+        "both representations of an image are the same",
+        True,
+    ),
+]
+
+
+def place(copy: Path, mutant: Mutant) -> Path | None:
+    """The file in ``copy`` where the mutant's text stands once, here or after a move."""
+    package = copy / "src" / "furlong"
+    named = package / mutant.file
+    if named.is_file() and named.read_text(encoding="utf-8").count(mutant.old) == 1:
+        return named
+    found = [p for p in package.rglob("*.py") if mutant.old in p.read_text(encoding="utf-8")]
+    alone = len(found) == 1 and found[0].read_text(encoding="utf-8").count(mutant.old) == 1
+    return found[0] if alone else None
+
+
+def passes(copy: Path, tests: str) -> tuple[str, float]:
+    """``passed``, ``failed``, ``no tests`` or ``time``, and how long that took.
+
+    A fork of this process runs pytest: torch and the like are imported once for all mutants.
+    """
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _run(copy, shlex.split(tests))
+    code: int | None = None
+    while code is None and time.monotonic() - began < SECONDS:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.05)
+    with suppress(ProcessLookupError):  # what has not ended, and what the tests left behind
+        os.killpg(child, signal.SIGKILL)
+    if code is None:
+        os.waitpid(child, 0)
+    said = {0: "passed", 1: "failed", 2: "failed", 5: "no tests", None: "time"}
+    return said.get(code, f"pytest ended with code {code}"), round(time.monotonic() - began, 1)
+
+
+def _run(copy: Path, tests: list[str]) -> NoReturn:
+    """In the child: the tests of ``copy``, quietly."""
+    os.setsid()
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(quiet, stream)
+    os.chdir(copy)
+    os.environ |= {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    code: int = 3
+    try:
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    finally:
+        os._exit(code)
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file so that Python does not take the bytecode of its last version."""
+    path.write_text(text, encoding="utf-8")
+    moment = next(MOMENTS)
+    os.utime(path, (moment, moment))
+
+
+def judge(copy: Path, mutant: Mutant, clean: dict[str, str]) -> dict[str, Any]:
+    """Whether the tests notice; ``clean`` remembers which tests pass without a mistake."""
+    path = place(copy, mutant)
+    if path is None:
+        return {"outcome": "pattern not found"}
+    if mutant.tests not in clean:
+        clean[mutant.tests] = passes(copy, mutant.tests)[0]
+    if clean[mutant.tests] != "passed":
+        return {"outcome": f"unmutated: {clean[mutant.tests]}"}
+    before = path.read_text(encoding="utf-8")
+    try:
+        write(path, before.replace(mutant.old, mutant.new))
+        said, seconds = passes(copy, mutant.tests)
+    finally:
+        write(path, before)
+    outcome = {"failed": "killed", "time": "killed", "passed": "survived"}.get(said, said)
+    return {"outcome": outcome, "seconds": seconds}
+
+
+def main() -> int:
+    """Try mutants, keep and count the outcomes; 1 if one survived that is not known to."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[], help="words of names or files")
+    parser.add_argument("--json", type=Path, help="keep results in this file, and go on from them")
+    parser.add_argument("--label", default="now", help="which results of the file: before, after")
+    parser.add_argument("--again", action="store_true", help="also those that have a result")
+    chosen = parser.parse_args()
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names), "two mutants have one name"
+    kept: dict[str, Any] = {}
+    if chosen.json is not None and chosen.json.exists():
+        kept = json.loads(chosen.json.read_text(encoding="utf-8"))
+    results = kept.setdefault(chosen.label, {})
+    clean: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="furlong-mutants-") as folder:
+        copy = Path(folder) / "repository"
+        shutil.copytree(ROOT, copy, ignore=KEPT_OUT)
+        for mutant in MUTANTS:
+            words = f"{mutant.name} {mutant.file}"
+            if chosen.only and not any(word in words for word in chosen.only):
+                continue
+            known = results.get(mutant.name, {}).get("outcome") in ("killed", "survived")
+            if known and not chosen.again:
+                continue
+            results[mutant.name] = judge(copy, mutant, clean)
+            print(f"{results[mutant.name]['outcome']:10} {mutant.name}", flush=True)
+            if chosen.json is not None:
+                text = json.dumps(kept, indent=1, sort_keys=True)
+                chosen.json.write_text(text + "\n", encoding="utf-8")
+    outcome = {name: results[name]["outcome"] for name in names if name in results}
+    print(", ".join(f"{count} {what}" for what, count in Counter(outcome.values()).items()))
+    expected = {mutant.name for mutant in MUTANTS if mutant.known_survivor}
+    bad = [name for name, what in outcome.items() if what != "killed" and name not in expected]
+    print(f"not killed, and not known to survive: {', '.join(bad) or 'none'}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
