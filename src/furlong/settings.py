@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from furlong.errors import FurlongError
@@ -117,6 +118,7 @@ def setting(
     return field(default=default, metadata=known)
 
 
+@cache
 def facts(cls: type) -> tuple[Fact, ...]:
     """The facts of every field of a settings class, in their order."""
     hints = get_type_hints(cls)
