@@ -2,6 +2,7 @@
 
     python benchmarks/ablations.py --root DIR --out runs/ablations     # run (or go on), then print
     python benchmarks/ablations.py --out runs/ablations --table        # print what is there
+    python benchmarks/ablations.py --smoke                             # one tiny run on figures
 
 Runs are independent, so two of them run side by side with one worker each. A run that was
 interrupted goes on where it stopped; one that has finished is not repeated.
@@ -9,7 +10,6 @@ interrupted goes on where it stopped; one that has finished is not repeated.
 
 from __future__ import annotations
 
-import argparse
 import io
 import itertools
 import json
@@ -19,9 +19,12 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from measuring import parse, parser
 
 BUDGET = {
     "data": "cifar10",
@@ -40,6 +43,17 @@ BUDGET = {
     "train.server-threads": 1,
     "evaluate.knn-every": 1000,
     "run.save-every": 5,
+}
+SMOKE = {  # instead
+    "data": "shapes",
+    "data.images": 40,
+    "data.test-images": 20,
+    "data.image-size": 16,
+    "clients": 2,
+    "rounds": 1,
+    "batch-size": 8,
+    "evaluate.probe": "none",
+    "partition": "iid",
 }
 PUBLIC = 3200  # CIFAR-10 training images that no client of any seed holds, in place of STL-10
 
@@ -172,7 +186,9 @@ def start(out: Path, row: Row, seed: int, root: str) -> subprocess.Popen[bytes]:
     else:
         if place.exists():
             subprocess.run(["rm", "-r", str(place)], check=True)
-        options = {**BUDGET, "data.root": root, "seed": seed, "workers": 1, "out": place, **row[2]}
+        options = {**BUDGET, "seed": seed, "workers": 1, "out": place, **row[2]}
+        if options["data"] != "shapes":
+            options["data.root"] = root
         if row[2]["method"] == "fedca" and row[2].get("method.alignment") != 0:
             options["public"] = f"parquet:{out / 'public.parquet'}"
         command = ["run", *(str(word) for k, v in options.items() for word in (f"--{k}", v))]
@@ -183,14 +199,15 @@ def start(out: Path, row: Row, seed: int, root: str) -> subprocess.Popen[bytes]:
 def run(out: Path, root: str, seeds: int, only: str) -> None:
     """The runs that are missing, two at a time, the first seed first."""
     out.mkdir(parents=True, exist_ok=True)
-    public(out, root, seeds)
     todo = [
         (row, seed)
         for seed in range(seeds)
         for row in rows()
-        if only in row[0] and not (folder(out, row, seed) / "summary.json").exists()
+        if only in f"{row[0]}: {row[1]}" and not (folder(out, row, seed) / "summary.json").exists()
     ]
-    total, began, going = len(todo), time.time(), {}
+    if any(row[2]["method"] == "fedca" for row, _ in todo):
+        public(out, root, seeds)
+    total, began, failed, going = len(todo), time.time(), 0, {}
     while todo or going:
         while todo and len(going) < (os.cpu_count() or 1):
             row, seed = todo.pop(0)
@@ -198,6 +215,7 @@ def run(out: Path, root: str, seeds: int, only: str) -> None:
         time.sleep(1)
         for process in [p for p in going if p.poll() is not None]:
             row, seed = going.pop(process)
+            failed += process.returncode != 0
             state = "done" if process.returncode == 0 else f"FAILED ({process.returncode})"
             minutes = (time.time() - began) / 60
             left = len(todo) + len(going)
@@ -206,6 +224,8 @@ def run(out: Path, root: str, seeds: int, only: str) -> None:
                 "left)"
             )
             sys.stdout.flush()
+    if failed:
+        raise SystemExit(f"{failed} of {total} runs failed; their logs are in {out}")
 
 
 def table(out: Path, seeds: int) -> str:
@@ -239,9 +259,7 @@ def table(out: Path, seeds: int) -> str:
                 for protocol in ("knn", "linear")
             }
             knn, linear = (_spread(cells["federated", p]) for p in ("knn", "linear"))
-            random = " / ".join(
-                f"{statistics.mean(cells['random', p]):.1f}" for p in ("knn", "linear")
-            )
+            random = " / ".join(_mean(cells["random", p]) for p in ("knn", "linear"))
             sent = statistics.mean((s["bytes_up"] + s["bytes_down"]) / s["clients"] for s in found)
             lines.append(
                 f"| {row[1]} | {knn} | {linear} | {random} | {sent / 1e6:.1f} MB | {len(found)} |"
@@ -249,23 +267,31 @@ def table(out: Path, seeds: int) -> str:
     return "\n".join(lines[1:])
 
 
+def _mean(values: list[float]) -> str:
+    return f"{statistics.mean(values):.1f}" if values else "–"
+
+
 def _spread(values: list[float]) -> str:
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{deviation}"
+    return f"{_mean(values)}{deviation}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--root", default=os.environ.get("FURLONG_DATA", "../shared/data/cifar10"))
-    parser.add_argument("--out", type=Path, default=Path("runs/ablations"))
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--only", default="", help="tables whose name has this text")
-    parser.add_argument("--table", action="store_true", help="only print what there is")
-    given = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("--root", default=os.environ.get("FURLONG_DATA", "../shared/data/cifar10"))
+    words.add_argument("--out", type=Path, default=Path("runs/ablations"))
+    words.add_argument("--seeds", type=int, default=2)
+    words.add_argument("--only", default="", help="rows whose 'table: name' has this text")
+    words.add_argument("--table", action="store_true", help="only print what there is")
+    given = parse(words, seeds=1, only="Table 7): bn")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    if not given.table:
-        run(given.out, given.root, given.seeds, given.only)
-    print(table(given.out, given.seeds))
+    with tempfile.TemporaryDirectory() as scratch:
+        if given.smoke:
+            BUDGET.update(SMOKE)
+            given.out = Path(scratch)
+        if not given.table:
+            run(given.out, given.root, given.seeds, given.only)
+        print(table(given.out, given.seeds))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time the augmentation presets, and compare the colour presets with kornia's operations.
 
-    PYTHONPATH=src python benchmarks/augment.py [--json] [--batch 128] [--side 32] [--rounds 30]
+    python benchmarks/augment.py [--json] [--smoke] [--batch 128] [--side 32] [--rounds 30]
 
 One thread; each figure is the median processor time of two views of a batch (not the time on the
 clock, which counts other programs when the machine is shared). Candidates take turns within a
@@ -9,15 +9,15 @@ round, so that a busy machine slows all of them alike. kornia is optional.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from measuring import parse, parser, turns
 from torch import Tensor
 
 from furlong.data.augment import PRESETS, Augmentation, preset
@@ -53,12 +53,12 @@ def kornia_views(recipe: Augmentation, side: int) -> Callable[[Tensor], Any] | N
 
 def main() -> None:
     """Run the benchmark and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--side", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    args = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("--batch", type=int, default=128)
+    words.add_argument("--side", type=int, default=32)
+    words.add_argument("--rounds", type=int, default=30)
+    words.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parse(words, batch=4, rounds=1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # A training step frees large activations, after which the C library keeps memory instead of
@@ -76,13 +76,8 @@ def main() -> None:
             missing |= theirs is None
             if theirs is not None:
                 candidates[f"{name} (kornia)"] = theirs
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(args.rounds + 3):
-        for name, run in candidates.items():
-            start = time.process_time()
-            run(pixels)
-            if turn >= 3:  # the first rounds warm up
-                times[name].append(1e3 * (time.process_time() - start))
+    works = {name: partial(run, pixels) for name, run in candidates.items()}
+    times = turns(works, args.rounds, warm=3)
     result = {
         name: {"median_ms": statistics.median(values), "min_ms": min(values)}
         for name, values in times.items()

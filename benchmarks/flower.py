@@ -1,8 +1,8 @@
 """What Flower costs: seconds and CPU per round, bytes on the wire, accuracy of the encodings.
 
-    OMP_NUM_THREADS=1 python benchmarks/flower.py [--parts overhead,wire,accuracy] [--rounds 5]
-        [--nodes 5] [--encoders small,resnet18] [--ways inprocess,ray,furlong,plain,bare]
-        [--encodings exact,float16,int8] [--seeds 3]
+    OMP_NUM_THREADS=1 python benchmarks/flower.py [--parts overhead,wire,accuracy] [--smoke]
+        [--rounds 5] [--nodes 5] [--encoders small,resnet18] [--seeds 3]
+        [--ways inprocess,ray,furlong,plain,bare] [--encodings exact,float16,int8]
 
 Everything is on loopback, with TLS and node authentication, on free ports; it takes about 15
 minutes on two cores. Each client trains on ten images of 16 px, so that a round is overhead.
@@ -21,7 +21,6 @@ accuracy  FedSimCLR on shapes as in tests/test_learning.py, but over a wire insi
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -37,6 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from measuring import parse, parser
+
 from furlong.deploy import processes
 from furlong.deploy.addresses import free_port
 from furlong.deploy.certs import make_certs
@@ -48,7 +49,7 @@ from furlong.deploy.session import Session
 from furlong.deploy.superlink import superlink_command, write_connection
 from furlong.deploy.supernode import supernode_command
 from furlong.engines.codec import How
-from furlong.engines.inprocess import keep_freed_memory
+from furlong.engines.pool import keep_freed_memory
 from furlong.engines.remote import Reply
 from furlong.runs import loop
 from furlong.runs.config import from_tree
@@ -481,17 +482,17 @@ def accuracy(seeds: int, encodings: list[How]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", default="overhead,wire,accuracy")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--nodes", type=int, default=5)
-    parser.add_argument("--encoders", default="small,resnet18")
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--encodings", default=",".join(get_args(How)))
-    options = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("--parts", default="overhead,wire,accuracy")
+    words.add_argument("--rounds", type=int, default=5)
+    words.add_argument("--nodes", type=int, default=5)
+    words.add_argument("--encoders", default="small,resnet18")
+    words.add_argument("--ways", default=",".join(WAYS))
+    words.add_argument("--seeds", type=int, default=3)
+    words.add_argument("--encodings", default=",".join(get_args(How)))
+    # one way, without a SuperLink: tests/deploy starts those
+    tiny = {"parts": "overhead", "rounds": 2, "nodes": 2, "ways": "inprocess", "encoders": "small"}
+    options = parse(words, **tiny)
     encodings = options.encodings.split(",")
     os.environ["OMP_NUM_THREADS"] = "1"
     # Flower's programs start others by name

@@ -1,6 +1,6 @@
 """How much memory MFCL's second phase takes, beside how much its clients send.
 
-    python benchmarks/mfcl_memory.py [--clients 5] [--images 2000] [--upload-mb 64]
+    python benchmarks/mfcl_memory.py [--smoke] [--clients 5] [--images 2000] [--upload-mb 64]
 
 Runs the method's own second phase on figures: clients encode and send in parts, the server stores
 them and trains one epoch. Prints the bytes that lie on disk and the most memory that the process
@@ -9,10 +9,11 @@ held for itself while it worked (RssAnon; pages of mapped files are the system's
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from pathlib import Path
+
+from measuring import parse, parser
 
 from furlong.core.exchange import Server
 from furlong.engines.inprocess import InProcess
@@ -43,12 +44,12 @@ class Peak(threading.Thread):
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--clients", type=int, default=5)
-    parser.add_argument("--images", type=int, default=2000, help="per client")
-    parser.add_argument("--upload-mb", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--encoder", default="small")
-    given = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("--clients", type=int, default=5)
+    words.add_argument("--images", type=int, default=2000, help="per client")
+    words.add_argument("--upload-mb", type=int, nargs="+", default=[32, 128])
+    words.add_argument("--encoder", default="small")
+    given = parse(words, clients=2, images=20, upload_mb=[1])
     watch = Peak()
     watch.start()
     for limit in given.upload_mb:

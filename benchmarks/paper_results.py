@@ -1,6 +1,7 @@
 """Make src/furlong/papers/results.csv, the papers' printed accuracies, in our notation.
 
     python benchmarks/paper_results.py SPEC.csv src/furlong/papers/results.csv
+    python benchmarks/paper_results.py --smoke     # converts one line of its own
 
 SPEC.csv has a line per printed number: paper,table,setting,dataset,encoder,method,metric,value.
 The rules:
@@ -28,8 +29,9 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from furlong.runs import papers
 
@@ -77,17 +79,28 @@ POINTS = {  # name in the spec: the point on the axis "row" of the paper's file
     "FedSimCLR(BN)": "fedsimclr",
 }
 ROUNDS = {"FedCA": ("20", "5"), "FedU": ("100", "5"), "FCL": ("", "")}
+SAMPLE = (
+    "paper,table,setting,dataset,encoder,method,metric,value",
+    "FedU,T1,NonIID,CIFAR-10,ResNet-18,FedU,linear_top1_pct,80.52",
+)
 QUOTED = "FedCA's published number, quoted by FedU"
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--smoke"]:
+        write(sys.stdout, convert(list(csv.DictReader(SAMPLE))))
+        return
     source, target = (Path(word) for word in sys.argv[1:3])
     with source.open(newline="") as file:
         printed = list(csv.DictReader(file))
     with target.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(convert(printed))
+        write(file, convert(printed))
+
+
+def write(file: TextIO, lines: Iterable[dict[str, str]]) -> None:
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
 
 
 def convert(printed: list[dict[str, str]]) -> Iterator[dict[str, str]]:

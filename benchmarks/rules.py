@@ -2,17 +2,16 @@
 
 Ten clients with a ResNet-18 unless told otherwise:
 
-    python benchmarks/rules.py --clients 10 --encoder resnet18
+    python benchmarks/rules.py [--smoke] [--clients 10] [--encoder resnet18]
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
+from functools import partial
 from typing import Any, get_args, get_type_hints
 
 import torch
+from measuring import medians, parse, parser
 
 from furlong.core.aggregation import Ruling, ServerSettings
 from furlong.core.weights import snapshot
@@ -22,24 +21,19 @@ from furlong.nn.encoders import build_encoder
 
 def main() -> None:
     """Print a table of medians."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--encoder", default="resnet18")
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("--clients", type=int, default=10)
+    words.add_argument("--encoder", default="resnet18")
+    words.add_argument("--repeats", type=int, default=3)
+    options = parse(words, clients=2, encoder="small", repeats=1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     current = Model(snapshot(build_encoder(options.encoder)))
     answers = [moved(current) for _ in range(options.clients)]
     rules = get_args(get_type_hints(ServerSettings)["rule"])
-    seconds: dict[str, list[float]] = {rule: [] for rule in rules}
-    for _ in range(options.repeats):
-        for rule in rules:  # in turn, so that all meet the same machine
-            began = time.process_time()
-            merge(ServerSettings(rule=rule), current, answers)
-            seconds[rule].append(time.process_time() - began)
-    for rule, found in seconds.items():
-        print(f"{rule:18} {statistics.median(found):6.2f} s")
+    works = {rule: partial(merge, ServerSettings(rule=rule), current, answers) for rule in rules}
+    for rule, milliseconds in medians(works, options.repeats, warm=0).items():
+        print(f"{rule:18} {milliseconds / 1e3:6.2f} s")
 
 
 def moved(model: Model) -> Model:

@@ -1,7 +1,6 @@
 """What the extra parts of FCL and FedCA cost, beside the same local step without them.
 
-    python benchmarks/steps.py fcl [--json] [--encoder resnet18] [--batch 128] ...
-    python benchmarks/steps.py fedca [--encoder cnn5] ...
+    python benchmarks/steps.py [fcl] [fedca] [--json] [--smoke] [--encoder resnet18] [--batch 128] …
 
 One thread, as clients compute. Each step is one client's whole ``local_update`` of a single batch
 without fixed costs (networks are built, banks are full): views, networks, losses, backward,
@@ -14,19 +13,17 @@ and a forward pass of all local images (here B) at the end of a round.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import medians, parse, parser, show
 
 from furlong.core.context import ClientContext, Exchange, Networks
-from furlong.engines.inprocess import keep_freed_memory
+from furlong.engines.pool import keep_freed_memory
 from furlong.methods.bank import new_bank
 from furlong.nn.encoders import evaluating
 from furlong.nn.losses import info_nce, neighbourhood_matching
@@ -37,26 +34,10 @@ from furlong.seeding import seeded
 LIMITS = {"fcl": 1.35, "fedca": 1.30}
 
 
-def milliseconds(work: Any) -> float:
-    """Processor time of ``work()``: one thread, and other programs do not count."""
-    began = time.process_time()
-    work()
-    return 1e3 * (time.process_time() - began)
-
-
-def medians(works: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each, run in turn, the first time not counted."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(repeats + 1):
-        for name, work in works.items():
-            times[name].append(milliseconds(work))
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
-
-
-def client(options: argparse.Namespace, **more: Any) -> tuple[Prepared, ClientContext]:
+def client(options: Namespace, method: str, **more: Any) -> tuple[Prepared, ClientContext]:
     """A run with one client that holds one batch."""
     settings = {
-        "method": options.method,
+        "method": method,
         "method.projection_head": "proj_128",
         "encoder": options.encoder,
         "data.images": options.batch,
@@ -82,10 +63,10 @@ def step(method: Any, state: Any, down: Any, ctx: ClientContext) -> Callable[[],
     return work
 
 
-def fcl(options: argparse.Namespace) -> dict[str, Any]:
+def fcl(options: Namespace) -> dict[str, Any]:
     """With and without matching."""
     given = {"method.bank": options.bank, "method.neighbours": options.neighbours}
-    p, ctx = client(options, **given)
+    p, ctx = client(options, "fcl", **given)
     method: Any = p.method
     down = method.download(p.server.init(), 0, p.server.context(Exchange(0)))
     remote = new_bank((options.clients - 1) * options.bank, down.remote.shape[1])
@@ -105,10 +86,10 @@ def fcl(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def fedca(options: argparse.Namespace) -> dict[str, Any]:
+def fedca(options: Namespace) -> dict[str, Any]:
     """Without both parts, with them, and without them but with the passes that they need."""
     given = {"data.public": "shapes", "data.public_images": options.batch, "method.align_epochs": 1}
-    p, ctx = client(options, **given)
+    p, ctx = client(options, "fedca", **given)
     method: Any = p.method
     down = method.download(p.server.init(), 0, p.server.context(Exchange(0)))
     down = replace(down, dictionary=new_bank(method.dictionary, down.dictionary.shape[1]))
@@ -134,7 +115,7 @@ def fedca(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def losses(options: argparse.Namespace) -> dict[str, float]:
+def losses(options: Namespace) -> dict[str, float]:
     """Median milliseconds of the losses alone, forward and backward to the query."""
     torch.manual_seed(0)
     query = torch.randn(options.batch, 128, requires_grad=True)
@@ -149,10 +130,10 @@ def losses(options: argparse.Namespace) -> dict[str, float]:
     def contrast() -> None:
         torch.autograd.grad(info_nce(query, key, union, 0.1), query)
 
-    return medians({"matching": matching, "contrast": contrast}, 20)
+    return medians({"matching": matching, "contrast": contrast}, 1 if options.smoke else 20)
 
 
-def kept_megabytes(options: argparse.Namespace) -> float:
+def kept_megabytes(options: Namespace) -> float:
     """What matching keeps for its backward pass, storages counted once."""
     query = torch.randn(options.batch, 128, requires_grad=True)
     bank = new_bank(options.bank, 128)
@@ -171,26 +152,26 @@ def kept_megabytes(options: argparse.Namespace) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("method", choices=["fcl", "fedca"])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--encoder", default="resnet18")
-    parser.add_argument("--size", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--bank", type=int, default=4096)
-    parser.add_argument("--neighbours", type=int, default=10)
-    parser.add_argument("--clients", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("methods", nargs="*", help="fcl, fedca; both if none is given")
+    words.add_argument("--json", action="store_true")
+    words.add_argument("--encoder", default="resnet18")
+    words.add_argument("--size", type=int, default=32)
+    words.add_argument("--batch", type=int, default=128)
+    words.add_argument("--bank", type=int, default=4096)
+    words.add_argument("--neighbours", type=int, default=10)
+    words.add_argument("--clients", type=int, default=5)
+    words.add_argument("--repeats", type=int, default=3)
+    options = parse(words, encoder="small", size=16, batch=8, bank=64, neighbours=3, repeats=1)
+    if not set(options.methods) <= LIMITS.keys():
+        words.error(f"methods: {', '.join(LIMITS)}")
     torch.set_num_threads(1)
     keep_freed_memory()
-    row = {"method": options.method, "encoder": options.encoder, "batch": options.batch}
-    row |= {"fcl": fcl, "fedca": fedca}[options.method](options)
-    row["passed"] = row["ratio"] < LIMITS[options.method]
-    if options.json:
-        print(json.dumps(row))
-    else:
-        print("\n".join(f"{name:34} {value}" for name, value in row.items()))
+    for method in options.methods or LIMITS:
+        row = {"method": method, "encoder": options.encoder, "batch": options.batch}
+        row |= {"fcl": fcl, "fedca": fedca}[method](options)
+        row["passed"] = row["ratio"] < LIMITS[method]
+        show(row, options.json)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ same number of one-thread processes, channels_last, fused optimiser, freed memor
 adds reading and augmenting images, loading and packing weights, sending, checking and averaging
 them. Both are run in turn, several times; medians count.
 
-    python benchmarks/throughput.py [--json] [--repeats 5] [--encoders cnn5,resnet18] [--steps 4]
+    python benchmarks/throughput.py [--json] [--smoke] [--repeats 5] [--encoders cnn5,resnet18]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,39 +18,40 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
+from measuring import medians, parse, parser
 
 from furlong.core.context import ClientContext, Exchange, Networks
 from furlong.core.weights import ema_, snapshot
-from furlong.engines.inprocess import InProcess, keep_freed_memory
+from furlong.engines.inprocess import InProcess
+from furlong.engines.pool import keep_freed_memory
 from furlong.nn.losses import byol, nt_xent
 from furlong.runs.config import from_tree
 from furlong.runs.prepare import Prepared, prepare
-from furlong.seeding import seeded
+from furlong.seeding import seeded, threads
 
-BATCH = 128
+LIMIT = 600.0  # seconds for the bare loop of a process
 
 
-def setup(method: str, encoder: str, workers: int, steps: int) -> Prepared:
+def setup(method: str, encoder: str, workers: int, steps: int, batch: int) -> Prepared:
     """One client per worker, ``steps`` batches each: both sides then do equal work."""
     options = {
         "method": method,
         "encoder": encoder,
-        "data.images": BATCH * steps * workers,
+        "data.images": batch * steps * workers,
         "data.test_images": 100,
         "partition": "iid",
         "clients": workers,
         "rounds": 1000,
-        "batch_size": BATCH,
+        "batch_size": batch,
         "workers": workers,
         "data.augment": "fedu",
     }
     return prepare(from_tree({}, options, "benchmark"))
 
 
-def bare_loop(p: Prepared, method: str, steps: int, views: torch.Tensor) -> float:
+def bare_loop(p: Prepared, method: str, steps: int, start: Any, views: torch.Tensor) -> float:
     """Seconds for ``steps`` optimiser steps on pre-augmented views (2B×C×H×W)."""
     ctx = ClientContext(p.setup, Exchange(0), Networks(), client=0, data=p.federation.shard(0))
-    start = p.server.init()
     if method == "fedsimclr":
         net = ctx.network("net", lambda: p.method.network(ctx), start.weights)
         optimiser = ctx.optimiser(net).torch
@@ -85,25 +85,32 @@ def bare_loop(p: Prepared, method: str, steps: int, views: torch.Tensor) -> floa
 
 
 def bare(p: Prepared, method: str, workers: int, steps: int) -> float:
-    """Images/s of ``workers`` processes that do nothing but train."""
-    with seeded(p.setup.device, 0):
-        views = torch.cat(p.setup.augment.views(p.train.pixels[:BATCH]))
-    context = get_context("fork")
-    barrier, results = context.Barrier(workers), context.SimpleQueue()
+    """Images/s of ``workers`` processes that do nothing but train.
 
-    def work() -> None:
+    They are forked after OpenMP was used, so they may only compute with one thread (see
+    furlong/engines/pool.py). What takes more, the server's first state, is made before.
+    """
+    batch = p.setup.batch_size
+    with threads(), seeded(p.setup.device, 0):
+        views = torch.cat(p.setup.augment.views(p.train.pixels[:batch]))
+    start = p.server.init()
+    context = get_context("fork")
+    barrier, seconds = context.Barrier(workers), context.Array("d", workers)
+
+    def work(number: int) -> None:
         torch.set_num_threads(1)
         keep_freed_memory()
-        barrier.wait()
-        results.put(bare_loop(p, method, steps, views))
+        barrier.wait(LIMIT)
+        seconds[number] = bare_loop(p, method, steps, start, views)
 
-    processes = [context.Process(target=work) for _ in range(workers)]
+    processes = [context.Process(target=work, args=(k,), daemon=True) for k in range(workers)]
     for process in processes:
         process.start()
-    seconds = [results.get() for _ in processes]
     for process in processes:
-        process.join()
-    return workers * steps * BATCH / max(seconds)
+        process.join(LIMIT)
+        if process.exitcode != 0:
+            raise SystemExit(f"a bare loop ended with {process.exitcode} (None: not in time)")
+    return workers * steps * batch / max(seconds)
 
 
 class Rounds:
@@ -125,38 +132,31 @@ class Rounds:
 
 def where_it_goes(p: Prepared) -> dict[str, float]:
     """Seconds of the parts that the bare loop does not have, one thread, one client's share."""
-    torch.set_num_threads(1)
-    pixels = p.train.pixels[:BATCH]
-    p.setup.augment.views(pixels)
-    began = time.perf_counter()
-    for _ in range(10):
-        p.setup.augment.views(pixels)
-    augment = (time.perf_counter() - began) / 10
-    state = p.server.init()
-    ctx = p.server.context(Exchange(0))
-    net = p.method.encoder(state, ctx)
-    began = time.perf_counter()
-    snapshot(net)
-    return {
-        "augment_ms_per_batch": 1e3 * augment,
-        "snapshot_ms": 1e3 * (time.perf_counter() - began),
+    pixels = p.train.pixels[: p.setup.batch_size]
+    net = p.method.encoder(p.server.init(), p.server.context(Exchange(0)))
+    works = {
+        "augment_ms_per_batch": lambda: p.setup.augment.views(pixels),
+        "snapshot_ms": lambda: snapshot(net),
     }
+    with threads():
+        return medians(works, 10, clock=time.perf_counter)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="batches per client and round")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--encoders", default="cnn5,resnet18")
-    parser.add_argument("--methods", default="fedsimclr,fedbyol")
-    options = parser.parse_args()
+    words = parser(__doc__)
+    words.add_argument("--json", action="store_true")
+    words.add_argument("--repeats", type=int, default=5)
+    words.add_argument("--batch", type=int, default=128)
+    words.add_argument("--steps", type=int, default=4, help="batches per client and round")
+    words.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    words.add_argument("--encoders", default="cnn5,resnet18")
+    words.add_argument("--methods", default="fedsimclr,fedbyol")
+    options = parse(words, repeats=1, batch=8, steps=1, workers=2, encoders="small")
     keep_freed_memory()
     rows: list[dict[str, Any]] = []
     for encoder in options.encoders.split(","):
         for method in options.methods.split(","):
-            p = setup(method, encoder, options.workers, options.steps)
+            p = setup(method, encoder, options.workers, options.steps, options.batch)
             rounds = Rounds(p, options.workers)
             bares, fulls = [], []
             for _ in range(options.repeats):
@@ -167,7 +167,7 @@ def main() -> None:
                 "encoder": encoder,
                 "method": method,
                 "workers": options.workers,
-                "batch": BATCH,
+                "batch": options.batch,
                 "steps": options.steps,
                 "bare_images_per_second": round(statistics.median(bares), 1),
                 "round_images_per_second": round(statistics.median(fulls), 1),

@@ -110,10 +110,10 @@ def furlong_(
 ) -> Call:
     """Call ``furlong WORDS`` in this process, in an empty directory."""
     from furlong import cli
-    from furlong.engines import inprocess
+    from furlong.engines import pool
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(inprocess, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(pool, "keep_freed_memory", lambda: None)
 
     def call(*words: object) -> Result:
         capsys.readouterr()

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from furlong.methods import METHODS
     from furlong.methods.base import Averaging, Model, OneNetwork
     from furlong.runs.config import Config
-    from furlong.runs.folder import load_encoder
     from furlong.runs.loop import Connect, Run, Say, Show
     from furlong.runs.observers import Status
     from furlong.runs.prepare import prepare
+    from furlong.runs.saved_encoder import load_encoder
 
 __all__ = [
     "METHODS",
@@ -61,7 +61,7 @@ _WHERE = {
     "methods": ("METHODS",),
     "methods.base": ("Averaging", "Model", "OneNetwork"),
     "runs.config": ("Config",),
-    "runs.folder": ("load_encoder",),
+    "runs.saved_encoder": ("load_encoder",),
     "runs.loop": ("Run",),
     "runs.observers": ("Status",),
     "runs.prepare": ("prepare",),

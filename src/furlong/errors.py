@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class FurlongError(Exception):
@@ -37,3 +39,12 @@ def fitting(what: str) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _TOO_LARGE):
             raise
         raise FurlongError(f"{what} does not fit in memory: choose smaller settings") from None
+
+
+def describe(error: BaseException) -> str:
+    """One line that names the error and where it was raised, unless it is for a user."""
+    if isinstance(error, FurlongError):
+        return str(error)[:2000]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:2000]}{where}"

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,22 +33,44 @@ def require_free(path: Path, force: bool) -> None:
         raise FurlongError(f"{path} is there already: --force replaces it, --out names another.")
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 @contextmanager
-def replacing(path: Path, force: bool = False) -> Iterator[Path]:
+def _drafted(path: Path) -> Iterator[Path]:
     """The path of a draft beside ``path``, which takes its place once it has been written."""
-    require_free(path, force)
     draft = path.with_name(f".{path.name}.draft")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield draft
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(draft)
         draft.replace(path)
+        sync(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(path: Path, force: bool = False) -> Iterator[Path]:
+    """A draft to write, which becomes ``path``; an existing file only goes by ``force``."""
+    require_free(path, force)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _drafted(path) as draft:
+            yield draft
     except OSError as error:
         raise FurlongError(f"cannot write {path}: {error.strerror or error}.") from None
-    finally:
-        if draft.exists():
-            draft.unlink()
+
+
+def write_atomically(path: Path, data: Any) -> None:
+    """Replace a file so that it is never half written."""
+    with _drafted(path) as draft:
+        draft.write_bytes(data)
 
 
 @contextmanager
@@ -64,16 +87,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 def write(path: Path, tensor: Tensor) -> None:
     """Store ``tensor`` (float32) so that the file is either whole or absent."""
-    draft = path.with_suffix(".draft")
     try:
         # not by writing to mapped memory: on a full disk that kills the process
-        with draft.open("wb") as file:
-            tensor.contiguous().numpy().tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
+        write_atomically(path, tensor.contiguous().numpy())
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise FurlongError(
             f"cannot store {tensor.nbytes / 1e6:.1f} MB in {path}: {error.strerror or error}. "
             "Make room there, then resume the run."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def size(count: float) -> str:
     """Bytes in a unit that a person reads."""
@@ -19,3 +21,21 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def points(fraction: float, std: float | None = None, unit: str = "") -> str:
+    """A fraction as percentage points, with its standard deviation."""
+    deviation = "" if std is None else f" ± {100 * std:.1f}"
+    return f"{100 * fraction:.1f}{unit}{deviation}"
+
+
+def percent(fraction: float | None, std: float | None = None) -> str:
+    """A fraction as a percentage, with its standard deviation."""
+    if fraction is None or math.isnan(fraction):
+        return "–"
+    return points(fraction, std, "\N{NO-BREAK SPACE}%")
+
+
+def plural(count: int, word: str) -> str:
+    """``1 seed``, ``2 seeds``, ``1,000 seeds``."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

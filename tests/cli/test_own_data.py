@@ -21,9 +21,11 @@ from PIL import Image
 
 from furlong import load, load_encoder
 from furlong.cli import application, main
-from furlong.data import survey
+from furlong.data.duplicates import near_duplicates
+from furlong.data.survey import survey
 from furlong.errors import FurlongError
 from furlong.reports import embed as embedding
+from furlong.reports import neighbours
 from furlong.reports.export import export
 from furlong.runs import loop
 
@@ -241,14 +243,14 @@ def test_flat_images_are_not_near_duplicates(tmp_path: Path) -> None:
     """They share a hash; their thumbnails tell them apart."""
     for value in (20, 90, 200):
         Image.new("RGB", (30, 30), (value,) * 3).save(tmp_path / f"{value}.png")
-    assert survey.near_duplicates(survey.survey(str(tmp_path))) == []
+    assert near_duplicates(survey(str(tmp_path))) == []
 
 
 def test_many_near_duplicates_become_one_group(tmp_path: Path) -> None:
     for i in range(40):
         picture(1, 40 + i, 40 + i).save(tmp_path / f"{i:02d}.jpg", quality=90)
         picture(1000 + i).save(tmp_path / f"other-{i:02d}.png")
-    (group,) = survey.near_duplicates(survey.survey(str(tmp_path)))
+    (group,) = near_duplicates(survey(str(tmp_path)))
     assert len(group) == 40
 
 
@@ -351,7 +353,7 @@ def test_names_are_not_markup(run: Path, tmp_path: Path) -> None:
     embedder = embedding.Embedder(run)
     rows = embedding.folder_rows(embedder, folder, [])
     found = embedding.nearest_images(embedder.one(evil), rows, 3)
-    page = embedding.page(evil, folder, found, embedder.about)
+    page = neighbours.page(evil, folder, found, embedder.about)
     assert "<img src=x" not in page
     assert "&lt;img src=x" in page
 
@@ -401,7 +403,7 @@ def test_names_that_are_not_unicode_are_found_again(run: Path, tmp_path: Path) -
     root, stored = embedding.stored_rows(embedder, tmp_path / "f.parquet")
     for rows in (stored, embedding.folder_rows(embedder, folder, [])):
         found = embedding.nearest_images(embedder.one(odd), rows, 3)
-        page = embedding.page(odd, root, found, embedder.about)
+        page = neighbours.page(odd, root, found, embedder.about)
         assert "not readable now" not in page
         assert "the query itself" in page
 
@@ -418,14 +420,14 @@ def test_a_picture_that_is_gone_is_said_to_be(run: Path, tmp_path: Path) -> None
     root, rows = embedding.stored_rows(embedder, tmp_path / "f.parquet")
     assert root == folder
     found = embedding.nearest_images(query, rows, 3)
-    assert "not readable now" in embedding.page(folder / "0.png", root, found, embedder.about)
+    assert "not readable now" in neighbours.page(folder / "0.png", root, found, embedder.about)
 
 
 def test_an_image_on_its_side_is_measured_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     picture(1, 60, 30).save(tmp_path / "a.jpg", exif=exif)
-    (part,) = survey.survey(str(tmp_path))
+    (part,) = survey(str(tmp_path))
     assert (part.seen[0].width, part.seen[0].height) == (30, 60)
 
 

@@ -9,6 +9,7 @@ import os
 import struct
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from furlong.data import cache as caches
-from furlong.data import folder as folders
+from furlong.data import decode as decoding
 from furlong.data import images, named
 from furlong.data.images import ImageSet, NoSplit, Skipped, load
 from furlong.errors import FurlongError
@@ -469,7 +470,7 @@ def test_every_mode_becomes_rgb() -> None:
     for image, kind, colour, options in cases:
         out = io.BytesIO()
         image.save(out, kind, **options)
-        decoded = folders.decode(out.getvalue(), None)
+        decoded = decoding.decode(out.getvalue(), None)
         assert decoded.shape == (3, 8, 8), (image.mode, kind)
         assert np.abs(decoded[:, 4, 4].astype(int) - colour).max() <= 2, (image.mode, kind)
 
@@ -480,7 +481,7 @@ def test_exif_orientation_is_applied() -> None:
     exif[0x0112] = 6
     out = io.BytesIO()
     image.save(out, "JPEG", exif=exif)
-    assert folders.decode(out.getvalue(), None).shape == (3, 20, 10)
+    assert decoding.decode(out.getvalue(), None).shape == (3, 20, 10)
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -531,7 +532,7 @@ def hostile(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     os.mkfifo(root / "pipe.png")
     with open(root / "sparse.png", "wb") as file:
         file.write(good)
-        file.truncate(folders.MAX_FILE_BYTES + 1)
+        file.truncate(decoding.MAX_FILE_BYTES + 1)
     (root / "new\nline.txt").write_bytes(b"x")
     return root, {
         "truncated.jpg": "truncated", "corrupt.png": "corrupt", "zero.png": "empty",
@@ -578,8 +579,8 @@ def test_permission_denied_while_decoding(monkeypatch: pytest.MonkeyPatch) -> No
         raise PermissionError
 
     monkeypatch.setattr(Image, "open", denied)
-    with pytest.raises(folders.Unusable, match="permission denied"):
-        folders.decode(b"x", None)
+    with pytest.raises(decoding.Unusable, match="permission denied"):
+        decoding.decode(b"x", None)
 
 
 def test_folder_without_images(tmp_path: Path) -> None:
@@ -597,8 +598,8 @@ def test_mutated_images_decode_or_are_refused(kind: str, data: st.DataObject) ->
     raw = bytearray(encode(noise(1, 9, 9)[0], kind))
     for _ in range(data.draw(st.integers(1, 8))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
-    with folders.decoder((8, 8)) as many:
-        (result,) = many([("x", bytes(raw))])
+    with decoding.many(partial(decoding.decode, size=(8, 8))) as decode_all:
+        (result,) = decode_all([("x", bytes(raw))])
     assert isinstance(result, Skipped) or result.shape == (3, 8, 8)
 
 
@@ -644,13 +645,13 @@ def test_cache_hit_corrupt_and_stale(tmp_path: Path, monkeypatch: pytest.MonkeyP
     encoded: list[bytes | None] = [encode(x) for x in array]
     write_parquet(file, [*encoded, b"bad"], label=[0] * 10)
     decodes = []
-    real = folders.decode
+    real = decoding.decode
 
     def counted(*args: object, **options: object) -> object:
         decodes.append(1)
         return real(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(folders, "decode", counted)
+    monkeypatch.setattr(caches, "decode", counted)
 
     def run() -> tuple[ImageSet, bool]:
         decodes.clear()

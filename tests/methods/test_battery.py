@@ -15,7 +15,8 @@ from furlong.core.exchange import Server, run_client
 from furlong.core.federation import Federation
 from furlong.core.method import Local
 from furlong.core.payload import flatten, pack, traffic, unpack
-from furlong.engines.inprocess import BlobStore, InProcess
+from furlong.engines.blobs import BlobStore
+from furlong.engines.inprocess import InProcess
 from furlong.methods import METHODS
 from furlong.methods.wrappers.alone import Alone
 from furlong.runs.prepare import Prepared

@@ -17,7 +17,8 @@ from furlong.core.context import ClientContext, Exchange, Networks
 from furlong.core.exchange import Server, run_client
 from furlong.core.method import Report
 from furlong.core.payload import flatten, pack, traffic, unpack
-from furlong.engines.inprocess import BlobStore, InProcess
+from furlong.engines.blobs import BlobStore
+from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.methods import fcl
 from furlong.methods.bank import enqueue, new_bank

@@ -16,7 +16,8 @@ from furlong.core.exchange import Server, run_client
 from furlong.core.method import Local, Report
 from furlong.core.payload import pack, traffic
 from furlong.core.weights import snapshot
-from furlong.engines.inprocess import BlobStore, InProcess
+from furlong.engines.blobs import BlobStore
+from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.methods import fedca
 from furlong.methods.fedca import Down, FedCA, State, Up

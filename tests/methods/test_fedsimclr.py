@@ -30,7 +30,7 @@ def test_fedsimclr_holds_on_to_the_received_projector(prepared: Any) -> None:
 
 def test_local_statistics_never_leave(prepared: Any) -> None:
     p = prepared("fedsimclr", **{"method.bn_stats": "local"})
-    from furlong.engines.inprocess import BlobStore
+    from furlong.engines.blobs import BlobStore
 
     store = BlobStore(1 << 30)
     server = p.server.init()

@@ -17,7 +17,8 @@ from furlong.core.exchange import run_client
 from furlong.core.method import Report
 from furlong.core.payload import flatten, pack
 from furlong.data.augment import preset, unit
-from furlong.engines.inprocess import BlobStore, InProcess
+from furlong.engines.blobs import BlobStore
+from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.methods.mfcl import MFCL, Codes, Server
 from furlong.methods.representations import Stored, stacked

@@ -17,7 +17,8 @@ from furlong.errors import FurlongError
 from furlong.nn.encoders import build_encoder, modular, trunk
 from furlong.nn.peernorm import PeerNorm, peers
 from furlong.nn.sensor import SENSORS, Modular, Sensor, Trunk
-from furlong.runs.folder import RunFolder, load_encoder
+from furlong.runs.folder import RunFolder
+from furlong.runs.saved_encoder import load_encoder
 
 PARAMS = json.loads((Path(__file__).parents[1] / "golden.json").read_text())["params"]
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_page import make as make_run
-from test_tables import make
+from fake_runs import make
 
 from furlong.reports import comparison, page
 from furlong.runs.folder import RunFolder
@@ -44,8 +43,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         row = {"who": "federated", "protocol": "transfer:fashion_mnist", "accuracy": 0.5}
         RunFolder(wide).write("evaluations.json", [row])
     return {
-        "run": page.build(make_run(folder / "run")),
-        "alone": page.build(make_run(folder / "alone", bound="single", clients=30)),
+        "run": page.build(make(folder / "run")),
+        "alone": page.build(make(folder / "alone", bound="single", clients=30)),
         "comparison": comparison.build([folder / "grid"]),
     }
 

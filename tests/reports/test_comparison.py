@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_runs import make
 from test_page import Tags, assert_self_contained
-from test_tables import make
 
 from furlong.errors import FurlongError
 from furlong.reports import comparison, figures, tables, tsne
+from furlong.reports import page as pages
 from furlong.runs.folder import RunFolder
 
 
@@ -67,8 +68,7 @@ def test_tuning_by_the_clients_has_its_own_table(grid: Path) -> None:
     assert "9 runs</p>" in first
     assert "settings</p>" not in first  # two tables, one setting
     assert page.count("<svg") == 8  # one more, the accuracies
-    page.build(path)
-    page = (path / "report.html").read_text()
+    page = pages.build(path).read_text()
     first, second = page.split("Fine-tuned by the clients, whose labels stay with them")
     assert "tuned by the clients" not in first[first.index("<h2>Results") :]
     assert "tuned in one place" not in second
@@ -118,7 +118,7 @@ def test_report_command(furlong_: Any, grid: Path, tmp_path: Path) -> None:
 def test_runs_without_accuracy(tmp_path: Path) -> None:
     for method in ("fedu", "fedsimclr"):
         folder = RunFolder(make(tmp_path / method, method))
-        folder.write("summary.json", {**(folder.read("summary.json") or {}), "results": []})
+        folder.write("summary.json", {**folder.record.read("summary.json"), "results": []})
     page = page_of(tmp_path)
     assert "No accuracy was measured in these runs." in page
     assert "significance" not in page
@@ -225,8 +225,11 @@ def test_tsne_of_a_run(furlong_: Any, tmp_path: Path, tiny_config: Any) -> None:
 
     run = loop.run(tiny_config(rounds=1, out=str(tmp_path / "run")))
     assert furlong_("report", run.folder, "--tsne").code == 0
-    kept = RunFolder(run.folder).read("tsne.json") or {}
-    assert len(kept["points"]) == len(kept["labels"]) == len(kept["clients"]) == 72
-    assert sorted(set(kept["clients"])) == [0, 1, 2]
+    record = tables.MeasuredRun.open(run.folder)
+    kept = record.plane
+    assert kept is not None
+    assert kept.labels is not None
+    assert len(kept.points) == len(kept.labels) == len(kept.clients) == 72
+    assert sorted(set(kept.clients)) == [0, 1, 2]
     assert "by t-SNE" in (run.folder / "report.html").read_text()
-    assert tables.read(run.folder) is not None
+    assert record.summary is not None

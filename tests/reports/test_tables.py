@@ -11,65 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_runs import make
 
 from furlong.errors import FurlongError
-from furlong.reports import printed, tables
+from furlong.reports import formats, printed, tables
 from furlong.reports.significance import holm, paired
 from furlong.runs.config import all_facts, from_tree
 from furlong.runs.folder import RunFolder
+from furlong.runs.grid import GRID
 from furlong.settings import Fact
-
-BETAS = {"beta_cib": 1.25, "beta_hetero_m2": 3.5, "beta_hetero_mm1": 4.75}
-
-
-def make(
-    path: Path,
-    method: str = "fedsimclr",
-    seed: int = 0,
-    linear: float | None = 0.5,
-    *,
-    finished: bool = True,
-    rounds: int = 3,
-    **options: Any,
-) -> Path:
-    """A run folder as ``experiment`` writes it, with a chosen accuracy."""
-    given = {"method": method, "seed": seed, "clients": 5, "rounds": rounds, **options}
-    settings = from_tree({}, given, "test")
-    folder = RunFolder.create(path)
-    folder.write("config.toml", settings.toml())
-    counts = [[20, 0], [0, 20]]
-    split = {"classes": ["a", "b"], "class_counts": counts, "sizes": [20, 20], **BETAS}
-    split["false_negatives"] = {"local": 1.0, "union": 0.5, "remote": 0.0}
-    folder.write("partition.json", {"partition": "classes:2", "clients": 5, **split})
-    traffic = {"params": 500, "buffers": 0, "features": 0, "scalars": 0}
-    for number in range(rounds):
-        folder.append(
-            {
-                "exchange": number, "round": number, "kind": "train", "loss": 3.0 - number,
-                "divergence": 0.5 / (1 + number), "knn": 0.2 + number / 50, "up": traffic,
-                "down": traffic, "bytes_up": 500, "bytes_down": 500, "clients": {},
-                "failures": [],
-            }
-        )  # fmt: skip
-    if not finished:
-        return path
-    who = {"none": "federated", "single": "alone", "pooled": "pooled"}[settings.run.bound]
-    rows = [("random", "knn", 0.2), ("random", "linear", 0.25), (who, "knn", 0.4)]
-    rows += [] if linear is None else [(who, "linear", linear)]
-    folder.write(
-        "summary.json",
-        {
-            "who": who, "method": method, "data": settings.data.name, "images": 40, "clients": 5,
-            "rounds": rounds, "seed": seed, "seconds": 90.0, "bytes_up": 1_000_000,
-            "bytes_down": 4_000_000, "failures": 0, "weights_sha256": "ab" * 32,
-            "furlong": "0.1.0", "images_per_second": 10.0,
-            "results": [
-                {"who": w, "protocol": p, "labels": 1.0, "accuracy": a} for w, p, a in rows
-            ],
-        },
-    )  # fmt: skip
-    folder.write("encoder.json", {"encoder": settings.model.encoder})
-    return path
 
 
 def group_of(path: Path, baseline: str | None = None) -> tables.Group:
@@ -118,7 +68,7 @@ def test_mean_and_deviation_over_seeds(grid: Path) -> None:
     assert cell.std == pytest.approx(statistics.stdev([0.61, 0.62, 0.63]))
     assert group.rows[0].cells["linear", 1.0].mean == 0.25
     assert group.rows[1].sent == (200_000, 800_000)
-    assert group.best(("linear", 1.0)) == "fedu"
+    assert group.best(("linear", 1.0)) is group.rows[2]
 
 
 def test_significance_is_paired_over_seeds(grid: Path) -> None:
@@ -128,9 +78,9 @@ def test_significance_is_paired_over_seeds(grid: Path) -> None:
     difference = fedu.differences["linear", 1.0]
     assert difference.n == 3
     assert difference.mean == pytest.approx(0.11)
-    assert group.comparisons == 2  # kNN, which is equal, and the linear probe
-    assert fedu.corrected["linear", 1.0] == pytest.approx(2 * (difference.p or 0))
-    words = " ".join([*group.notes_below(), *tables.verdicts(group)])
+    # two tests: kNN, which is equal, and the linear probe
+    assert difference.corrected == pytest.approx(2 * (difference.p or 0))
+    words = " ".join([*formats.notes(group), *formats.verdicts(group)])
     assert "fedu (linear probe, +11.0 points)" in words
     assert "n = 3" in words
     assert "more than chance" in words
@@ -148,9 +98,9 @@ def test_two_seeds_say_nothing(tmp_path: Path) -> None:
         make(tmp_path / f"a{seed}", "fedsimclr", seed)
         make(tmp_path / f"b{seed}", "fedu", seed, 0.9)
     group = group_of(tmp_path)
-    assert "nothing can be said about significance" in " ".join(group.notes_below())
+    assert "nothing can be said about significance" in " ".join(formats.notes(group))
     assert group.tests() == []
-    assert tables.verdicts(group) == []
+    assert formats.verdicts(group) == []
 
 
 def test_settings_apart(grid: Path) -> None:
@@ -267,7 +217,7 @@ def test_later_evaluations_are_columns(tmp_path: Path) -> None:
     ]
     (path / "evaluations.json").write_text(json.dumps(rows))
     group, federated = tables.tables(tables.find([path])[0])
-    assert list(map(tables.column_title, group.columns)) == [
+    assert list(map(formats.column_title, group.columns)) == [
         "kNN", "linear probe", "tuned in one place, 10 % of the labels",
         "tuned in one place on cifar100, 10 % of the labels",
         "tuned in one place on folder:/a:b, epochs=5, 10 % of the labels", "transfer to mnist",
@@ -277,14 +227,14 @@ def test_later_evaluations_are_columns(tmp_path: Path) -> None:
     assert federated.columns == [("federated-10", 0.1)]
     assert federated.title.startswith(group.title)
     assert "fine-tuned by the clients" in federated.title
-    text = tables.markdown([group, federated])
+    text = formats.markdown([group, federated])
     assert text.count("|---|") == 2
 
 
 def test_only_federated_tuning_is_one_table(tmp_path: Path) -> None:
     for method in ("fedu", "fedsimclr"):
         folder = RunFolder(make(tmp_path / method, method))
-        folder.write("summary.json", {**(folder.summary() or {}), "results": []})
+        folder.write("summary.json", {**folder.record.read("summary.json"), "results": []})
     row = {"who": "federated", "protocol": "federated-1", "labels": 0.01, "accuracy": 0.5}
     (tmp_path / "fedu" / "evaluations.json").write_text(json.dumps([row]))
     group = group_of(tmp_path)
@@ -314,17 +264,16 @@ def test_other_settings_do_not_replace_a_result(
     path = make(tmp_path / "run", "fedu")
     row = {"who": "federated", "protocol": protocol, "accuracy": 0.99, "data": "shapes"}
     (path / "evaluations.json").write_text(json.dumps([{**row, "settings": given}]))
-    run = tables.read(path)
-    assert run is not None
-    assert run.scores["federated", name, 1.0] == 0.99
-    assert run.scores["federated", "knn", 1.0] == (0.99 if name == "knn" else 0.4)
+    run = tables.MeasuredRun(path)
+    assert run.scores["federated", (name, 1.0)] == 0.99
+    assert run.scores["federated", ("knn", 1.0)] == (0.99 if name == "knn" else 0.4)
 
 
 # ---------------------------------------------------------------- formats
 
 
 def test_markdown(grid: Path) -> None:
-    text = tables.markdown([group_of(grid)])
+    text = formats.markdown([group_of(grid)])
     assert "| fedu | 3 | 40.0 ± 0.0 | 62.0 ± 1.0 | 1\N{NO-BREAK SPACE}MB | 1 min 30 s |" in text
     assert "mean ± standard deviation over 3 seeds" in text
 
@@ -332,13 +281,13 @@ def test_markdown(grid: Path) -> None:
 def test_names_in_markdown_are_only_text(tmp_path: Path) -> None:
     make(tmp_path / "a", "fedu", 0, data="folder:a|b<img>", **{"method.threshold": 0.1})
     make(tmp_path / "b", "fedu", 0, data="folder:a|b<img>", **{"method.threshold": 0.2})
-    text = tables.markdown([group_of(tmp_path)])
+    text = formats.markdown([group_of(tmp_path)])
     assert "folder:a\\|b\\<img\\>" in text
     assert "<img" not in text.replace("\\<", "")
 
 
 def test_csv_has_a_line_per_number(grid: Path) -> None:
-    rows = list(csv.DictReader(io.StringIO(tables.comma_separated([group_of(grid)]))))
+    rows = list(csv.DictReader(io.StringIO(formats.comma_separated([group_of(grid)]))))
     assert len(rows) == 6
     last = rows[-1]
     assert (last["method"], last["protocol"], last["n"]) == ("fedu", "linear", "3")
@@ -378,7 +327,7 @@ def test_many_columns_are_numbered(furlong_: Any, tmp_path: Path) -> None:
         ("summary.json", "{", "cannot read"),
         ("evaluations.json", '[{"accuracy": 0.5}]', "who is missing"),
         ("evaluations.json", '[{"who": 1, "protocol": "knn", "accuracy": 1}]', "who is not what"),
-        ("config.toml", "a = 1", "method is missing"),
+        ("config.toml", "a = 1", "method.name is missing"),
     ],
 )
 def test_damaged_runs(
@@ -398,7 +347,7 @@ def test_damaged_runs(
 
 def test_a_damaged_grid_file_only_loses_the_order(furlong_: Any, grid: Path) -> None:
     for text in ('{"command": "furlong com', "[]", "7"):
-        (grid / tables.GRID).write_text(text)
+        (grid / GRID).write_text(text)
         assert furlong_("table", grid).code == 0
         assert furlong_("report", grid).code == 0
 
@@ -561,15 +510,18 @@ def test_printed_rows_stand_below_ours(tmp_path: Path) -> None:
     setting = {"data": "cifar10", "encoder": "resnet18"}
     make(tmp_path / "run", "fedu", 0, **setting)
     group = group_of(tmp_path)
-    _, rows = tables.cells(group)
+    _, rows = formats.cells(group)
     kinds = [kind for kind, _ in rows]
     assert kinds == ["random", "run", "paper"]
     assert rows[2][1][0].strip() == "printed in FedU, Table 1"
-    assert "our run had 3 instead of 100 rounds" in " ".join(tables.paper_notes(group))
-    assert "printed in FedU, Table 1" in tables.comma_separated([group])
+    assert "our run had 3 instead of 100 rounds" in " ".join(formats.paper_notes(group))
+    assert "printed in FedU, Table 1" in formats.comma_separated([group])
 
 
-def test_a_number_of_fewer_seeds_says_so() -> None:
-    assert tables._cell(None, 3) == "–"
-    assert tables._cell(tables.Spread({0: 0.5, 1: 0.6}), 2) == "55.0 ± 7.1"
-    assert tables._cell(tables.Spread({1: 0.6}), 3) == "60.0 (n = 1)"
+def test_a_number_of_fewer_seeds_says_so(tmp_path: Path) -> None:
+    make(tmp_path / "0", "fedu", 0, 0.5)
+    make(tmp_path / "1", "fedu", 1, 0.6)
+    path = make(tmp_path / "2", "fedu", 2, None)
+    _, rows = formats.cells(group_of(tmp_path))
+    assert rows[-1][1][3] == "55.0 ± 7.1 (n = 2)"
+    assert formats.cells(group_of(path))[1][-1][1][3] == "–"

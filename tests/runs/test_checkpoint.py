@@ -120,10 +120,10 @@ def test_resume_after_every_round(tmp_path: Path) -> None:
         again = loop.resume(out, {"workers": 2}, say=said.append)
         assert f"going on after exchange {stop}" in said
         assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
-        lines = RunFolder(out).lines()
+        lines = RunFolder(out).record.raw_lines()
         assert [line["exchange"] for line in lines] == [0, 1, 2]
         strip = ("seconds", "images_per_second")
-        for ours, theirs in zip(lines, RunFolder(whole.folder).lines(), strict=True):
+        for ours, theirs in zip(lines, RunFolder(whole.folder).record.raw_lines(), strict=True):
             assert {k: v for k, v in ours.items() if k not in strip} == {
                 k: v for k, v in theirs.items() if k not in strip
             }
@@ -154,7 +154,7 @@ def test_resume_of_methods_with_more_to_keep(
     After any exchange, or after some: among MFCL's parts, and before the last epoch.
     """
     whole = loop.run(tiny(method, out=str(tmp_path / "whole"), **options))
-    total = len(RunFolder(whole.folder).lines())
+    total = len(RunFolder(whole.folder).record.raw_lines())
     for stop in range(1, total) if stops is None else [n % total for n in stops]:
         out = tmp_path / f"stopped-{stop}"
 
@@ -166,7 +166,8 @@ def test_resume_of_methods_with_more_to_keep(
             loop.run(tiny(method, out=str(out), **options), show)
         again = loop.resume(out)
         assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
-        assert [line["exchange"] for line in RunFolder(out).lines()] == list(range(total))
+        lines = RunFolder(out).record.raw_lines()
+        assert [line["exchange"] for line in lines] == list(range(total))
         assert not (out / "server").exists()
 
 

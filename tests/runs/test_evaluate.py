@@ -27,11 +27,12 @@ from furlong.evaluation.semi import stratified
 from furlong.evaluation.tuning import Transfer, fine_tune, tuning
 from furlong.runs import config, evaluate, loop
 from furlong.runs.finetune import ClientImages, Federated, TwoRates, labelled
-from furlong.runs.folder import RunFolder, load_encoder
+from furlong.runs.folder import RunFolder
 from furlong.runs.loop import Run
 from furlong.runs.observers import Monitor
 from furlong.runs.prepare import Prepared, prepare
 from furlong.runs.results import protocols
+from furlong.runs.saved_encoder import load_encoder
 from tests.conftest import tiny
 
 FAST = Federated(rounds=2, batch_size=8)
@@ -150,10 +151,10 @@ def test_rows_are_merged_by_what_they_say(run: Run) -> None:
     ]
     evaluate.evaluate(run.folder, settings, "knn:k=3")
     evaluate.evaluate(run.folder, settings, "knn")
-    kept = RunFolder(run.folder).evaluations()
+    kept = RunFolder(run.folder).record.evaluations
     assert [r["protocol"] for r in kept] == ["knn", "knn", "quality", "quality", "knn:k=3"]
     evaluate.evaluate(run.folder, replace(settings, run=replace(settings.run, seed=1)), "knn")
-    assert len(RunFolder(run.folder).evaluations()) == 6  # measured with another seed
+    assert len(RunFolder(run.folder).record.evaluations) == 6  # measured with another seed
     (run.folder / "evaluations.json").write_text("{}")
     with pytest.raises(FurlongError, match="move it away"):
         evaluate.evaluate(run.folder, settings, "knn")
@@ -372,7 +373,7 @@ def test_a_checkpoint_is_measured_and_named(tmp_path: Path) -> None:
     later = evaluate.evaluate(out, evaluate.settings_of(out), "knn")
     assert [r["who"] for r in later] == ["federated"]
     assert later[0]["accuracy"] == run.accuracy("knn")
-    assert len(RunFolder(out).evaluations()) == 2
+    assert len(RunFolder(out).record.evaluations) == 2
 
 
 def test_a_run_without_checkpoint_is_refused(tmp_path: Path) -> None:

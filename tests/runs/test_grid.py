@@ -121,14 +121,11 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: Any) -> No
     halves = cells(tmp_path / "half", "fedsimclr")
     with pytest.raises(KeyboardInterrupt):
         list(grid.run(halves, stop))
-    assert RunFolder(halves[0].folder).read("summary.json") is None
+    assert RunFolder(halves[0].folder).record.read("summary.json") is None
     heard: list[str] = []
     assert [o.state for o in grid.run(halves, tell=heard.append)] == ["done"]
     assert heard == ["[1/1] defaults · fedsimclr · seed 0, 1 to do"]
-    sums = [
-        (RunFolder(path).read("summary.json") or {})["weights_sha256"]
-        for path in (whole[0], halves[0].folder)
-    ]
+    sums = [RunFolder(path).record.finished.weights_sha256 for path in (whole[0], halves[0].folder)]
     assert sums[0] == sums[1]  # the same bits
     monkeypatch.setattr(loop, "run", None)  # nothing is repeated
     monkeypatch.setattr(loop, "resume", None)
@@ -181,13 +178,13 @@ def test_impossible_data_show_once_before_anything_runs(
 def test_what_is_missing_is_made_again(tmp_path: Path) -> None:
     [cell] = cells(tmp_path, "fedsimclr")
     assert [o.state for o in grid.run([cell])] == ["done"]
-    before = (RunFolder(cell.folder).summary() or {})["weights_sha256"]
+    before = RunFolder(cell.folder).record.finished.weights_sha256
     assert [o.state for o in grid.run([cell])] == ["was there"]
     for name in ("encoder.safetensors", "encoder.json"):
         (cell.folder / name).unlink()
         assert [o.state for o in grid.run([cell])] == ["done"]
         assert (cell.folder / name).exists()
-    assert (RunFolder(cell.folder).summary() or {})["weights_sha256"] == before
+    assert RunFolder(cell.folder).record.finished.weights_sha256 == before
     assert not list(cell.folder.glob("*.before"))
 
 
@@ -201,7 +198,7 @@ def test_a_failure_keeps_the_summary(tmp_path: Path, monkeypatch: Any) -> None:
 
     monkeypatch.setattr(loop, "resume", broken)
     assert [o.reason for o in grid.run([cell])] == ["the images are gone"]
-    assert RunFolder(cell.folder).summary() is not None
+    assert RunFolder(cell.folder).record.summary is not None
 
 
 def test_rules_of_the_server_are_methods_of_their_own(tmp_path: Path) -> None:

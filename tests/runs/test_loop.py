@@ -24,10 +24,11 @@ from furlong.runs import config, evaluate, loop
 from furlong.runs.cost import flows
 from furlong.runs.datasets import load_data, load_public
 from furlong.runs.encoders import who
-from furlong.runs.folder import RunFolder, load_encoder
+from furlong.runs.folder import RunFolder
 from furlong.runs.loop import Run
 from furlong.runs.observers import Monitor, Status
 from furlong.runs.prepare import prepare
+from furlong.runs.saved_encoder import load_encoder
 from furlong.runs.split import describe_partition
 
 SCALARS = 8 * 5  # of a report: client, exchange, examples, and two metrics (loss, images)

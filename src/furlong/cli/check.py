@@ -38,10 +38,11 @@ def check(
     as_json
         Print JSON, with all files and groups.
     """
-    from furlong.data import survey
+    from furlong.data.advice import summarise
+    from furlong.data.survey import survey
 
     with counting("reading") as show:
-        found = survey.summarise(data, group_by, survey.survey(data, group_by, show))
+        found = summarise(data, group_by, survey(data, group_by, show))
     if as_json:
         print(json.dumps(found))
     else:

@@ -19,10 +19,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from furlong.words import duration, size
+from furlong.words import duration, points, size
 
 if TYPE_CHECKING:
-    from furlong.data.folder import Skipped
+    from furlong.data.decode import Skipped
     from furlong.runs.loop import Run
     from furlong.runs.observers import Status
 
@@ -45,15 +45,17 @@ def warn(text: str) -> None:
 
 def results_table(rows: list[dict[str, Any]]) -> Table:
     """Who against protocol, in percent."""
-    from furlong.reports.tables import by_encoder, column_title, points
+    from furlong.reports.formats import column_title
+    from furlong.reports.tables import by_encoder
+    from furlong.runs.record import Result, parse
 
-    columns, encoders = by_encoder(rows)
+    columns, encoders = by_encoder(parse(Result, row, "a row") for row in rows)
     table = Table("encoder", *[f"{column_title(column)} %" for column in columns])
     for column in table.columns[1:]:
         column.justify = "right"
     for name, cells in encoders.items():
         found = [cells.get(column) for column in columns]
-        words = [points(row["accuracy"], row.get("std")) if row else "–" for row in found]
+        words = [points(row.accuracy, row.std) if row else "–" for row in found]
         table.add_row(name, *words)
     return table
 
@@ -61,7 +63,7 @@ def results_table(rows: list[dict[str, Any]]) -> Table:
 @contextmanager
 def watching() -> Iterator[tuple[Any, Any]]:
     """Live progress on a terminal; elsewhere, in a log, a line now and then."""
-    from furlong.engines.inprocess import keep_freed_memory
+    from furlong.engines.pool import keep_freed_memory
 
     keep_freed_memory()
     columns = (

@@ -14,7 +14,7 @@ from furlong.cli.common import console, counting, err, print_skipped
 from furlong.errors import FurlongError
 
 if TYPE_CHECKING:
-    from furlong.data.folder import Skipped
+    from furlong.data.decode import Skipped
 
 
 def neighbours(
@@ -47,9 +47,10 @@ def neighbours(
     as_json
         Print JSON.
     """
-    from furlong.data.folder import printable
+    from furlong.data.decode import printable
     from furlong.files import replacing, require_free
     from furlong.reports import embed as making
+    from furlong.reports.neighbours import page
 
     if k < 1:
         raise FurlongError(f"--k is {k}; it must be at least 1")
@@ -74,7 +75,7 @@ def neighbours(
         said = f"the nearest of {found.count:,} images in {root}; the median has {found.median:.3f}"
         console.print(said, markup=False, soft_wrap=True)
     if out is not None:
-        html = making.page(image, root, found, encoder.about)
+        html = page(image, root, found, encoder.about)
         with replacing(out, force) as draft:
             draft.write_text(html, encoding="utf-8", errors="replace")
         err.print(f"page: {out}", markup=False, soft_wrap=True)

@@ -39,11 +39,16 @@ def partition(
         err.print(note, markup=False)
     if figure is not None:
         from furlong.reports import figures
-        from furlong.reports.page import betas
+        from furlong.reports.parts import betas
 
         title = f"{train.name}, {about['partition']}"
         drawn = (
-            figures.heat_map(about["class_counts"], about["classes"], title, betas(about))
+            figures.heat_map(
+                about["class_counts"],
+                about["classes"],
+                title,
+                betas(about["beta_cib"], about["beta_hetero_m2"]),
+            )
             if "class_counts" in about
             else figures.sizes(about["sizes"], title)
         )

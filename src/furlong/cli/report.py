@@ -33,8 +33,9 @@ def report(
     tsne
         One run: also map its representations to the plane by t-SNE (reads the images again).
     """
-    from furlong.reports import comparison, mapping
+    from furlong.reports import comparison
     from furlong.reports import page as pages
+    from furlong.reports import tsne as mapping
 
     if not runs:
         raise FurlongError("give run folders, or folders that contain them.")

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from furlong.cli.common import console
 from furlong.errors import FurlongError
-from furlong.reports import tables
+from furlong.reports import formats, tables
 
 
 def table(
@@ -38,7 +38,7 @@ def table(
 
         print(comparison.fragment(groups))
     else:
-        print((tables.markdown if to == "markdown" else tables.comma_separated)(groups), end="")
+        print((formats.markdown if to == "markdown" else formats.comma_separated)(groups), end="")
 
 
 def _groups(folders: list[Path], baseline: str | None) -> list[tables.Group]:
@@ -51,7 +51,7 @@ def _groups(folders: list[Path], baseline: str | None) -> list[tables.Group]:
 def print_tables(folders: list[Path], baseline: str | None) -> None:
     """The tables of runs, for a terminal."""
     for group in _groups(folders, baseline):
-        heading, rows = tables.cells(group)
+        heading, rows = formats.cells(group)
         heading, names = _numbered(heading, rows)
         shown = Table(*heading, title=group.title, title_justify="left")
         for number, column in enumerate(shown.columns):
@@ -64,7 +64,7 @@ def print_tables(folders: list[Path], baseline: str | None) -> None:
             shown.add_row(*row, style=style)
         # what does not fit is for the terminal to break: half a number would be a wrong one
         console.print(shown, markup=False, width=max(console.width, least), crop=False)
-        for text in [*names, *group.notes_below(), *tables.verdicts(group)]:
+        for text in [*names, *formats.notes(group), *formats.verdicts(group)]:
             console.print(text, markup=False)
         console.print()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar, dataclass_transform, overload
 
@@ -77,6 +77,11 @@ def flatten(value: Any) -> tuple[dict[str, Tensor], Any]:
     return tensors, _encode(value, "", tensors)
 
 
+def join(path: str, name: object) -> str:
+    """The path of what is called ``name`` below ``path``; the root has an empty path."""
+    return f"{path}/{name}" if path else str(name)
+
+
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         if path in tensors:
@@ -87,7 +92,6 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, float):  # JSON has no NaN and no infinity
         return value if math.isfinite(value) else {"float": repr(value)}
-    below = f"{path}/" if path else ""
     if is_dataclass(value) and not isinstance(value, type):
         name = vars(type(value)).get("_payload")
         if name is None:
@@ -95,18 +99,18 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
                 f"{type(value).__qualname__} is not a payload: decorate it with @payload"
             )
         items = {
-            f.name: _encode(getattr(value, f.name), below + f.name, tensors) for f in fields(value)
+            f.name: _encode(getattr(value, f.name), join(path, f.name), tensors)
+            for f in fields(value)
         }
         return {"payload": name, "fields": items}
     if isinstance(value, dict):
         if value and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()):
             for key, tensor in value.items():
-                _encode(tensor, f"{below}{key}", tensors)
+                _encode(tensor, join(path, key), tensors)
             return {"weights": path, "names": list(value)}
-        pairs = [[k, _encode(v, f"{below}{k}", tensors)] for k, v in value.items()]
-        return {"dict": pairs}
+        return {"dict": [[k, _encode(v, join(path, k), tensors)] for k, v in value.items()]}
     if isinstance(value, tuple | list):
-        return {"tuple": [_encode(v, f"{below}{i}", tensors) for i, v in enumerate(value)]}
+        return {"tuple": [_encode(v, join(path, i), tensors) for i, v in enumerate(value)]}
     raise TypeError(f"a payload cannot hold {type(value).__name__} at {path!r}")
 
 
@@ -120,8 +124,7 @@ def rebuild(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"float": str(text)}:
             return float(text)
         case {"weights": str(path), "names": list(names)}:
-            below = f"{path}/" if path else ""
-            return {name: tensors[below + name] for name in names}
+            return {name: tensors[join(path, name)] for name in names}
         case {"dict": list(pairs)}:
             return {key: rebuild(item, tensors) for key, item in pairs}
         case {"tuple": list(items)}:
@@ -149,8 +152,8 @@ def split_weights(value: T, leave_out: Callable[[str], bool]) -> tuple[T, dict[s
         match node:
             case {"weights": str(path), "names": list(names)}:
                 kept = [name for name in names if not leave_out(name)]
-                below = f"{path}/" if path else ""
-                removed.update({below + n: tensors[below + n] for n in names if n not in kept})
+                gone = [join(path, name) for name in names if name not in kept]
+                removed.update({name: tensors[name] for name in gone})
                 return {"weights": path, "names": kept}
             case dict():
                 return {key: prune(item) for key, item in node.items()}
@@ -308,31 +311,28 @@ def parts(value: Any) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _parts(tree: Any, path: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, str, int, int]]:
+    below: Iterable[tuple[object, Any]] = ()
     match tree:
         case {"tensor": str(at)}:
             yield at, "features", tensors[at].numel(), tensors[at].nbytes
         case {"weights": str(at), "names": list(names)}:
             for name in names:
-                tensor = tensors[f"{at}/{name}" if at else name]
-                kind = "buffers" if is_buffer(name) else "params"
-                yield (f"{at}/{name}" if at else name), kind, tensor.numel(), tensor.nbytes
+                tensor, kind = tensors[join(at, name)], "buffers" if is_buffer(name) else "params"
+                yield join(at, name), kind, tensor.numel(), tensor.nbytes
         case {"payload": _, "fields": dict(items)}:
-            for name, item in items.items():
-                yield from _parts(item, f"{path}/{name}" if path else name, tensors)
+            below = items.items()
         case {"dict": list(pairs)}:
-            for name, item in pairs:
-                yield from _parts(item, f"{path}/{name}" if path else str(name), tensors)
+            below = pairs
         case {"tuple": list(items)}:
-            for i, item in enumerate(items):
-                yield from _parts(item, f"{path}/{i}" if path else str(i), tensors)
+            below = enumerate(items)
         case None:
             return
         case str():
             yield path, "scalars", 1, len(tree.encode())
-        case bool():
-            yield path, "scalars", 1, 1
         case _:
-            yield path, "scalars", 1, 8
+            yield path, "scalars", 1, 1 if isinstance(tree, bool) else 8
+    for name, item in below:
+        yield from _parts(item, join(path, name), tensors)
 
 
 def traffic(value: Any) -> Traffic:

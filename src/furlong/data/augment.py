@@ -95,6 +95,8 @@ class Augmentation:
     """Values from here on are inverted; 0 inverts the image."""
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    second: Augmentation | None = None
+    """The recipe of every view but the first; ``None`` draws all views alike."""
 
     def view(self, pixels: Tensor) -> Tensor:
         """One random view: B×C×H×W bytes to B×C×S×S float32, normalised, channels last."""
@@ -102,6 +104,8 @@ class Augmentation:
 
     def views(self, pixels: Tensor, n: int = 2) -> tuple[Tensor, ...]:
         """``n`` independent random views of B×C×H×W bytes, each like `view`."""
+        if self.second is not None and n > 1:
+            return self.views(pixels, 1) + self.second.views(pixels, n - 1)
         count, (height, width) = len(pixels), pixels.shape[-2:]
         out = self.apply(pixels, self.draw(n * count, height, width))
         return tuple(out[i * count : (i + 1) * count] for i in range(n))
@@ -112,36 +116,33 @@ class Augmentation:
 
     def draw(self, count: int, height: int, width: int) -> Draw:
         """Parameters for ``count`` views of height×width images."""
-        draw = Draw(count)
+        drawn: dict[str, Tensor] = {}
         if self.scale is not None:
-            draw = replace(draw, box=self._boxes(count, height, width, self.scale))
+            drawn["box"] = self._boxes(count, height, width, self.scale)
         elif self.pad_crop:
             corner = torch.randint(0, 2 * self.pad_crop + 1, (count, 2)) - self.pad_crop
             extent = torch.tensor([height, width]).expand(count, 2)
-            draw = replace(draw, box=torch.cat([corner, extent], 1).float())
+            drawn["box"] = torch.cat([corner, extent], 1).float()
         if self.flip:
-            draw = replace(draw, flip=_chance(count, self.flip))
+            drawn["flip"] = _chance(count, self.flip)
         if self.jitter_p:
             strength = torch.tensor(self.jitter[:3])
             low = (1 - strength).clamp_(min=0)
-            draw = replace(
-                draw,
-                jitter=_chance(count, self.jitter_p),
-                factors=low + torch.rand(count, 3) * (1 + strength - low),
-                # A random order of three and a random place among them are a random order of four.
-                order=torch.rand(count, 3).argsort(1),
-                hue=(torch.rand(count) * 2 - 1) * self.jitter[3],
-                hue_slot=torch.randint(0, 4, (count,)),
-            )
+            drawn["jitter"] = _chance(count, self.jitter_p)
+            drawn["factors"] = low + torch.rand(count, 3) * (1 + strength - low)
+            # A random order of three and a random place among them are a random order of four.
+            drawn["order"] = torch.rand(count, 3).argsort(1)
+            drawn["hue"] = (torch.rand(count) * 2 - 1) * self.jitter[3]
+            drawn["hue_slot"] = torch.randint(0, 4, (count,))
         if self.gray:
-            draw = replace(draw, gray=_chance(count, self.gray))
+            drawn["gray"] = _chance(count, self.gray)
         if self.blur:
             low_sigma, high_sigma = self.blur_sigma
             sigma = low_sigma + torch.rand(count) * (high_sigma - low_sigma)
-            draw = replace(draw, sigma=sigma * _chance(count, self.blur))
+            drawn["sigma"] = sigma * _chance(count, self.blur)
         if self.solarise:
-            draw = replace(draw, solarise=_chance(count, self.solarise))
-        return draw
+            drawn["solarise"] = _chance(count, self.solarise)
+        return Draw(count, **drawn)
 
     def _boxes(self, count: int, height: int, width: int, scale: Range) -> Tensor:
         """N×4 boxes of torchvision's RandomResizedCrop, its ten tries drawn side by side."""
@@ -242,46 +243,20 @@ class Augmentation:
         return x.clamp_(0, 1)
 
 
-@dataclass(frozen=True)
-class AugmentationPair:
-    """Two recipes: the first view is drawn from ``first``, every further one from ``second``."""
-
-    first: Augmentation
-    second: Augmentation
-
-    def view(self, pixels: Tensor) -> Tensor:
-        """One random view by the first recipe; see `Augmentation.view`."""
-        return self.first.view(pixels)
-
-    def views(self, pixels: Tensor, n: int = 2) -> tuple[Tensor, ...]:
-        """``n`` independent views; see `Augmentation.views`."""
-        first = self.first.views(pixels, 1)
-        return first if n == 1 else first + self.second.views(pixels, n - 1)
-
-    def plain(self, pixels: Tensor) -> Tensor:
-        """The images without randomness; see `Augmentation.plain`."""
-        return self.first.plain(pixels)
+Recipe = Augmentation  # the name by which evaluation and contexts annotate it
 
 
-Recipe = Augmentation | AugmentationPair
-
-
-def crop_flip(recipe: Recipe) -> Augmentation:
+def crop_flip(recipe: Augmentation) -> Augmentation:
     """Random resized crops (area 0.08 to 1) and flips, with the size and normalisation of another.
 
     What MoCo's linear probe and SwAV's fine-tuning train on.
     """
-    base = recipe.first if isinstance(recipe, AugmentationPair) else recipe
-    return Augmentation(size=base.size, scale=(0.08, 1.0), flip=0.5, mean=base.mean, std=base.std)
+    return Augmentation(
+        size=recipe.size, scale=(0.08, 1.0), flip=0.5, mean=recipe.mean, std=recipe.std
+    )
 
 
-def normalisation(recipe: Recipe) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel that `plain` subtracts and divides by."""
-    first = recipe.first if isinstance(recipe, AugmentationPair) else recipe
-    return first.mean, first.std
-
-
-def extremes(views: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def extremes(views: Tensor, recipe: Augmentation) -> tuple[Tensor, Tensor]:
     """What ``recipe`` makes of black and of white, C×1×1 each, for views B×C×S×S."""
     values = torch.tensor([0, 255], dtype=torch.uint8, device=views.device)
     images = values.view(2, 1, 1, 1).expand(2, views.shape[1], 1, 1)
@@ -289,7 +264,7 @@ def extremes(views: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     return black, white
 
 
-def unit(views: Tensor, recipe: Recipe) -> Tensor:
+def unit(views: Tensor, recipe: Augmentation) -> Tensor:
     """Views B×C×S×S with the normalisation of ``recipe`` undone: values in [0, 1]."""
     black, white = extremes(views, recipe)
     if not black.any() and bool(white.eq(1).all()):
@@ -443,14 +418,12 @@ _ORCHESTRA = replace(
     gray=0.2,
 )
 
-PRESETS: dict[str, Recipe] = {
+PRESETS: dict[str, Augmentation] = {
     "fedu": replace(_SIMCLR, jitter=(0.8, 0.8, 0.8, 0.2)),
     "moco_cifar": _MOCO,
     "fedca": replace(_MOCO, blur=0.5),
     "mfcl": _SIMCLR,
-    "orchestra": AugmentationPair(
-        replace(_ORCHESTRA, blur=0.5), replace(_ORCHESTRA, blur=0.1, solarise=0.2)
-    ),
+    "orchestra": replace(_ORCHESTRA, blur=0.5, second=replace(_ORCHESTRA, blur=0.1, solarise=0.2)),
     # Figures in random colours: any hue, either polarity, never so small that the outline is lost.
     "shapes": replace(
         _HALF,
@@ -468,11 +441,10 @@ PRESETS: dict[str, Recipe] = {
 }
 
 
-def preset(name: str, size: int | None = None) -> Recipe:
+def preset(name: str, size: int | None = None) -> Augmentation:
     """The recipe called ``name`` with outputs of side ``size`` (default: as large as the input)."""
     if name not in PRESETS:
         raise FurlongError(f"Unknown augmentation {name!r}. {nearest(name, PRESETS)}")
     found = PRESETS[name]
-    if isinstance(found, AugmentationPair):
-        return AugmentationPair(replace(found.first, size=size), replace(found.second, size=size))
-    return replace(found, size=size)
+    second = None if found.second is None else replace(found.second, size=size)
+    return replace(found, size=size, second=second)

@@ -12,6 +12,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from furlong.data.folder import ByteArray, OtherSize, Skipped, decoder
-from furlong.data.layouts import IntArray, Source
+from furlong.data.decode import ByteArray, OtherSize, Skipped, decode, many
+from furlong.data.sources import IntArray, Source
 from furlong.errors import FurlongError
 
 # Pixels uint8 N×C×H×W, and by row number the images that were left out of them.
@@ -40,10 +41,10 @@ class Plan(NamedTuple):
 
 def first_size(source: Source, rows: IntArray) -> tuple[int, int]:
     """(H, W) of the first usable image; 64×64 if there is none."""
-    with decoder(None) as many:
+    with many(partial(decode, size=None)) as images:
         for _, block in source.blocks(rows):
             for item in block:
-                image = many([item])[0] if isinstance(item, tuple) else item
+                image = images([item])[0] if isinstance(item, tuple) else item
                 if not isinstance(image, Skipped):
                     return image.shape[-2], image.shape[-1]
     return 64, 64
@@ -89,10 +90,10 @@ def _blocks(
     source: Source, rows: IntArray, plan: Plan, bad: dict[int, Skipped]
 ) -> Iterator[ByteArray]:
     """Blocks of pixels B×3×H×W, in order; unusable rows are added to ``bad``."""
-    with decoder(plan.size, exact=plan.exact) as many:
+    with many(partial(decode, size=plan.size, exact=plan.exact)) as decode_all:
         for part, block in source.blocks(rows):
             if isinstance(block, list):
-                images = many(block)
+                images = decode_all(block)
                 pairs = zip(part.tolist(), images, strict=True)
                 bad.update({row: image for row, image in pairs if isinstance(image, Skipped)})
                 good = [image for image in images if not isinstance(image, Skipped)]

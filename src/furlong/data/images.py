@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from furlong.data import layouts, named
+from furlong.data import named
 from furlong.data.cache import Pixels, Plan, decoded, first_size
-from furlong.data.folder import OtherSize, Skipped
-from furlong.data.layouts import IntArray, NoSplit, Source
+from furlong.data.decode import OtherSize, Skipped
+from furlong.data.sources import IntArray, NoSplit, Source, places
 from furlong.errors import FurlongError, nearest
 
 __all__ = ["READERS", "ImageSet", "NoSplit", "Skipped", "load"]
@@ -176,8 +176,7 @@ def load(
             raise FurlongError(f"{what} must be at least 1{upper}, not {value}.")
     kind, _, path = name.partition(":")
     if kind in ("folder", "parquet") and path:
-        reader = layouts.folder if kind == "folder" else layouts.parquet
-        source = reader(name, Path(path).expanduser(), split, group_by)
+        source = own_images(name, Path(path).expanduser(), split, group_by)
     elif name == "shapes":
         return _shapes(split, image_size or 32, limit, seed, group_by)
     elif name in named.SETS:
@@ -185,6 +184,15 @@ def load(
     else:
         raise FurlongError(f"Unknown image set {name!r}. {nearest(name, READERS)}")
     return _build(source, image_size, limit, strict, seed, Path(cache) if cache else None)
+
+
+def own_images(name: str, path: Path, split: str, group_by: str | None) -> Source:
+    """The images of ``folder:PATH`` or ``parquet:PATH``, not decoded yet."""
+    if name.startswith("folder:"):
+        from furlong.data.folders import folder as read
+    else:
+        from furlong.data.tables import parquet as read  # imports pyarrow
+    return read(name, path, split, group_by)
 
 
 def _shapes(
@@ -245,7 +253,7 @@ def _pick(labels: IntArray | None, rows: IntArray, limit: int, seed: int) -> Int
     order = np.random.default_rng(seed).permutation(len(rows))
     if labels is not None:
         # Each class gets its share rounded down, then one more by the largest remainder.
-        place, size = layouts.places(labels[rows][order])
+        place, size = places(labels[rows][order])
         whole, rest = np.divmod(min(limit, len(rows)) * size, len(rows))
         last = np.where(place == whole, len(rows) - rest, 2 * len(rows))
         order = order[np.argsort(np.where(place < whole, 0, last), kind="stable")]

@@ -12,24 +12,22 @@ import threading
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from furlong.data.folder import ByteArray, printable
-from furlong.data.layouts import (
-    BATCH,
+from furlong.data.decode import ByteArray, printable
+from furlong.data.sources import (
     PREFIXES,
-    Block,
     IntArray,
     NoSplit,
     Source,
+    in_blocks,
     parquet_files,
     places,
-    table,
 )
 from furlong.errors import FurlongError, nearest
 
@@ -224,6 +222,8 @@ def _files(known: Named, where: Path, split: str) -> list[Path]:
 def _parquet(
     name: str, split: str, where: Path, parts: dict[str, list[Path]], group_by: str | None
 ) -> Source:
+    from furlong.data.tables import table
+
     others = [f for each in parts if each != split for f in parts[each] if f.suffix == ".parquet"]
     source = table(
         name, split, str(where), parts[split], group_by, others=others, classes=SETS[name].classes
@@ -254,14 +254,10 @@ def _binary(
     if labels is not None and len(labels) != len(pixels):
         raise FurlongError(f"{name}: {len(pixels)} images but {len(labels)} labels in {where}.")
 
-    def blocks(rows: IntArray) -> Iterator[tuple[IntArray, Block]]:
-        for start in range(0, len(rows), BATCH):
-            part = rows[start : start + BATCH]
-            yield part, pixels[part]
-
     listed = where / "fine_label_names.txt"  # comes with CIFAR-100
     classes = tuple(listed.read_text().split()) if listed.is_file() else known.classes
-    source = Source(name, split, str(where), files, np.arange(len(pixels)), blocks, labels)
+    rows, blocks = np.arange(len(pixels)), in_blocks(pixels.__getitem__)
+    source = Source(name, split, str(where), files, rows, blocks, labels)
     source.classes = classes if labels is not None else ()
     return source
 
@@ -273,6 +269,8 @@ def _hub(name: str, split: str, group_by: str | None) -> Source:
     """The set from the Hugging Face Hub, or from the Hub's cache on this machine."""
     import datasets
     from huggingface_hub import constants
+
+    from furlong.data.tables import table
 
     known = SETS[name]
     online = _reachable(constants.ENDPOINT)

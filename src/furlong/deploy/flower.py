@@ -39,7 +39,7 @@ from furlong.deploy.flower_private import Connection, do_tasks, explain, server_
 from furlong.deploy.node import OwnImages, Site
 from furlong.deploy.processes import QUIET
 from furlong.deploy.session import Session
-from furlong.engines.inprocess import keep_freed_memory
+from furlong.engines.pool import keep_freed_memory
 from furlong.engines.remote import Reply
 from furlong.errors import FurlongError
 from furlong.runs import config

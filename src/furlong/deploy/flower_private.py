@@ -45,8 +45,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
-from furlong.engines.inprocess import describe
-from furlong.errors import FurlongError
+from furlong.errors import FurlongError, describe
 
 CONNECTED = b"SuperNode ID"  # in the log of a SuperNode that has reached its SuperLink
 REFUSED = "305"  # the exit code in the log of a SuperNode that was not let in

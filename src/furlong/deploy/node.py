@@ -29,8 +29,9 @@ from furlong.data.images import ImageSet
 from furlong.deploy.agreement import Refusal, require_same_program, settings_of
 from furlong.deploy.states import Slices, StateFiles
 from furlong.engines.codec import How, decode, encode
-from furlong.engines.inprocess import InProcess, can_fork, describe
-from furlong.errors import FurlongError
+from furlong.engines.inprocess import InProcess
+from furlong.engines.pool import can_fork
+from furlong.errors import FurlongError, describe
 from furlong.runs.config import Config
 from furlong.runs.datasets import skipped
 from furlong.runs.folder import RunFolder

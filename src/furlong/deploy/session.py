@@ -22,6 +22,7 @@ from furlong.runs.datasets import SITES
 from furlong.runs.folder import RunFolder
 from furlong.runs.nodes import Members, own_size, told
 from furlong.runs.prepare import Prepared
+from furlong.runs.record import Federation
 from furlong.runs.split import describe_partition, fingerprint
 
 MOST = 10_000_000  # images that a site may claim: it counts for as many in the mean
@@ -39,11 +40,10 @@ class Session:
         wire: Wire | None = None,
     ) -> None:
         self._settings, self._folder, self._say, self._wire = settings, folder, say, wire
-        saved = folder.read("federation.json", {"run": str, "sites": list}) or {}
-        self._run = str(saved.get("run") or secrets.token_hex(16))
-        self._sites: list[dict[str, Any]] = list(saved.get("sites", []))  # by client
-        self._channels: int | None = saved.get("channels")
-        self._begun = bool(saved.get("begun"))
+        saved = folder.record.federation or Federation(secrets.token_hex(16), [])
+        self._run, self._begun = saved.run, saved.begun
+        self._sites: list[dict[str, Any]] = list(saved.sites)  # by client
+        self._channels: int | None = saved.channels
         self._simulated = wire is None and settings.flower.superlink is None
         self._own_images = settings.data.name == SITES
         self._prepared: Prepared | None = None

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.payload import Weights, unpack_tensors
-from furlong.engines.inprocess import Blob
-from furlong.runs.checkpoint import write_atomically
+from furlong.engines.blobs import Blob
+from furlong.files import write_atomically
 
 
 class StateFiles:

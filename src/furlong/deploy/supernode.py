@@ -22,7 +22,7 @@ from furlong.deploy.processes import (
     running,
     shown,
 )
-from furlong.engines.inprocess import keep_freed_memory
+from furlong.engines.pool import keep_freed_memory
 from furlong.errors import FurlongError
 from furlong.files import locked
 

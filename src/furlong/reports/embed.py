@@ -2,48 +2,44 @@
 
 The file has a row per image (path, folder, width, height, feature) and says in its metadata by
 which encoder the features were made, so that those of another one are not compared with them.
+pyarrow takes long to import, so only what reads or writes the file imports it.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
-from jinja2 import Environment, StrictUndefined
-from PIL import Image
 from torch import Tensor
 
-from furlong.data.folder import (
+from furlong.data.decode import (
     ByteArray,
-    Item,
     Skipped,
     Unusable,
     decode,
+    many,
     opened,
     printable,
-    scan,
-    threads,
     upright,
 )
+from furlong.data.folders import scan
 from furlong.errors import FurlongError
 from furlong.evaluation.features import features
 from furlong.files import replacing
-from furlong.runs.folder import load_encoder, read_encoder
+from furlong.runs.saved_encoder import load_encoder, read_encoder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 BLOCK = 512  # images at a time, and rows of a row group
 BATCH = 128
-THUMB = 192  # pixels of the longer side in the page
 KEY = b"furlong"
 
 Show = Callable[[int, int], None]
@@ -72,24 +68,20 @@ class Embedder:
         transform: Callable[[Tensor], Tensor] = self._encoder.transform  # type: ignore[assignment]
         return features(self._encoder, torch.from_numpy(np.stack(pixels)), transform, BATCH)
 
-    def read(self, item: Item) -> _Read | Skipped:
+    def read(self, data: bytes | Path) -> _Read:
         """An image file as the encoder takes it, and its own width and height."""
-        name, data = item
-        try:
-            with opened(data) as image:
-                width, height = upright(image)
-            return _Read(width, height, decode(data, (self.size, self.size)))
-        except Unusable as why:
-            return Skipped(name, str(why))
+        with opened(data) as image:
+            width, height = upright(image)
+        return _Read(width, height, decode(data, (self.size, self.size)))
 
     def one(self, path: Path) -> Tensor:
         """The feature d of one file."""
         if not path.is_file():
             raise FurlongError(f"there is no image file {path}.")
-        found = self.read((str(path), path))
-        if isinstance(found, Skipped):
-            raise FurlongError(f"{path} cannot be read: {found.reason}.")
-        return self([found.pixels])[0]
+        try:
+            return self([self.read(path).pixels])[0]
+        except Unusable as why:
+            raise FurlongError(f"{path} cannot be read: {why}.") from None
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ class _Read:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Block:
     """Some images of a folder: relative paths, widths, heights (B each), features B×d."""
 
     paths: list[str]
@@ -111,21 +103,21 @@ class Rows:
 
 def folder_rows(
     embedder: Embedder, root: Path, skipped: list[Skipped], show: Show | None = None
-) -> Iterator[Rows]:
+) -> Iterator[Block]:
     """All images below ``root`` in blocks, by path; what is unusable goes to ``skipped``."""
     if not root.is_dir():
         raise FurlongError(f"there is no folder {root}.")
     names, refused = scan(root)
     skipped += refused
-    with threads(embedder.read) as many:
+    with many(embedder.read) as read_all:
         for start in range(0, len(names), BLOCK):
             part = names[start : start + BLOCK]
-            read = many([(printable(name), root / name) for name in part])
+            read = read_all([(printable(name), root / name) for name in part])
             skipped += [each for each in read if isinstance(each, Skipped)]
             good = [(n, r) for n, r in zip(part, read, strict=True) if isinstance(r, _Read)]
             if good:
-                yield Rows(
-                    [_text(name) for name, _ in good],
+                yield Block(
+                    [text(name) for name, _ in good],
                     [each.width for _, each in good],
                     [each.height for _, each in good],
                     embedder([each.pixels for _, each in good]),
@@ -134,7 +126,7 @@ def folder_rows(
                 show(start + len(part), len(names))
 
 
-def _text(name: str) -> str:
+def text(name: str) -> str:
     """A path as it is, unless it is not Unicode."""
     try:
         name.encode()
@@ -144,6 +136,8 @@ def _text(name: str) -> str:
 
 
 def _schema(width: int) -> pa.Schema:
+    import pyarrow as pa
+
     return pa.schema(
         [
             pa.field("path", pa.string(), nullable=False),
@@ -165,6 +159,9 @@ def embed(
     embedder: Embedder, root: Path, out: Path, *, force: bool = False, show: Show | None = None
 ) -> tuple[int, list[Skipped]]:
     """Write the features of all images below ``root``; how many, and what was skipped."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     about = json.dumps({**embedder.about, "root": str(root.resolve())})
     schema = _schema(embedder.width).with_metadata({KEY: about})
     count, skipped = 0, list[Skipped]()
@@ -187,8 +184,11 @@ def embed(
     return count, skipped
 
 
-def stored_rows(embedder: Embedder, path: Path) -> tuple[Path, Iterator[Rows]]:
-    """The folder whose features ``path`` holds, and the rows, a row group at a time."""
+def stored_rows(embedder: Embedder, path: Path) -> tuple[Path, Iterator[Block]]:
+    """The folder whose features ``path`` holds, and the images, a row group at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         file = pq.ParquetFile(path)
         about = json.loads((file.schema_arrow.metadata or {})[KEY])
@@ -209,11 +209,11 @@ def stored_rows(embedder: Embedder, path: Path) -> tuple[Path, Iterator[Rows]]:
                 f"{_kind(found)}, not {_kind(wanted)}. Make it again."
             )
 
-    def rows() -> Iterator[Rows]:
+    def rows() -> Iterator[Block]:
         for index in range(file.num_row_groups):
             table = file.read_row_group(index)
             flat = table["feature"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            yield Rows(
+            yield Block(
                 table["path"].to_pylist(),
                 table["width"].to_pylist(),
                 table["height"].to_pylist(),
@@ -245,7 +245,7 @@ class Found:
     median: float
 
 
-def nearest_images(query: Tensor, rows: Iterator[Rows], k: int) -> Found:
+def nearest_images(query: Tensor, rows: Iterator[Block], k: int) -> Found:
     """The ``k`` rows most alike to ``query`` (d) by cosine."""
     best: list[Neighbour] = []
     every: list[Tensor] = []
@@ -264,67 +264,3 @@ def nearest_images(query: Tensor, rows: Iterator[Rows], k: int) -> Found:
         raise FurlongError("there is no readable image to compare with.")
     whole = torch.cat(every)
     return Found(best, len(whole), float(whole.median()))
-
-
-def page(query: Path, root: Path, found: Found, about: dict[str, str]) -> str:
-    """A self-contained HTML page: the query, then its neighbours, thumbnails inside."""
-    text = (
-        resources.files("furlong.reports")
-        .joinpath("templates", "neighbours.html.jinja")
-        .read_text(encoding="utf-8")
-    )
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
-    asked, files = query.resolve(), _files(root, [each.path for each in found.nearest])
-    rest = max(1 - found.median, 1e-9)
-    cards = [
-        {
-            "rank": rank,
-            "folder": each.path.rpartition("/")[0],
-            "name": each.path.rpartition("/")[2],
-            "size": f"{each.width}×{each.height}",
-            "similarity": each.similarity,
-            "bar": 100 * min(1.0, max(0.0, (each.similarity - found.median) / rest)),
-            "self": files[each.path].resolve() == asked,
-            "image": thumbnail(files[each.path]),
-        }
-        for rank, each in enumerate(found.nearest, 1)
-    ]
-    return environment.from_string(text).render(
-        query=printable(query.name),
-        image=thumbnail(query),
-        cards=cards,
-        count=found.count,
-        median=found.median,
-        about=about,
-        root=printable(root.name or str(root)),
-    )
-
-
-def _files(root: Path, paths: list[str]) -> dict[str, Path]:
-    """The files of ``paths``, which :func:`_text` has changed where names are not Unicode."""
-    found = {path: root / path for path in paths}
-    if root.is_dir() and not all(file.exists() for file in found.values()):
-        names = {_text(name): name for name in scan(root)[0]}
-        found = {path: root / names.get(path, path) for path in paths}
-    return found
-
-
-def thumbnail(path: Path) -> str | None:
-    """A data: URI of the whole image, small; ``None`` if the file is gone or unreadable."""
-    try:
-        pixels = decode(path, None)
-    except Unusable:
-        return None
-    image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-    image.thumbnail((THUMB, THUMB))
-    buffer = io.BytesIO()
-    # small images whole, as their pixels are looked at one by one
-    if max(image.size) <= 96:
-        image.save(buffer, "PNG", optimize=True)
-        kind = "png"
-    else:
-        image.save(buffer, "JPEG", quality=85)
-        kind = "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

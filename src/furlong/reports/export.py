@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from furlong.core.payload import Weights, pack_tensors, unpack_tensors
-from furlong.data.augment import normalisation, preset
+from furlong.data.augment import preset
 from furlong.errors import FurlongError, nearest
 from furlong.files import replacing, require_free, require_space
 from furlong.nn.encoders import evaluating
 from furlong.reports import card as cards
-from furlong.runs.folder import load_encoder, read_encoder
+from furlong.reports.rendering import render
+from furlong.runs.record import RunRecord
+from furlong.runs.saved_encoder import load_encoder, read_encoder
 
 Target = Literal["safetensors", "onnx", "timm"]
 FILES: dict[str, str] = {
@@ -75,15 +77,15 @@ def export(
         data, checked = _safetensors(weights, described, _timm(about) if to == "timm" else {})
     _store(path, data, force)
     load = _loading(to, path.name, described, weights, pixels)
-    text = cards.write(run, path.name, data, to, described, checked, load)
-    _store(card, text.encode("utf-8", "replace"), force)
+    text = cards.write(RunRecord.open(run), path.name, data, to, described, checked, load)
+    _store(card, text.encode(), force)
     return Exported(path, card, len(data), checked, load)
 
 
 def describe(about: dict[str, Any]) -> dict[str, str]:
     """What encoder.json says as strings, with the normalisation, without paths."""
     try:
-        mean, std = normalisation(preset(str(about["augment"])))
+        recipe = preset(str(about["augment"]))
         data, method, encoder = (str(about[key]) for key in ("data", "method", "encoder"))
     except KeyError as error:
         raise FurlongError(f"the run's encoder.json lacks {error}.") from None
@@ -91,7 +93,7 @@ def describe(about: dict[str, Any]) -> dict[str, str]:
     found["data"] = cards.short(data)
     for key, name in (("method", method), ("encoder", encoder)):
         found[key] = Path(name).name if ":" in name else name  # file.py:name
-    return found | {"mean": json.dumps(mean), "std": json.dumps(std)}
+    return found | {"mean": json.dumps(recipe.mean), "std": json.dumps(recipe.std)}
 
 
 def _store(path: Path, data: bytes, force: bool) -> None:
@@ -256,44 +258,16 @@ def _forget_origin(graph: Any) -> None:
 
 def _loading(to: str, name: str, about: dict[str, str], weights: Weights, pixels: bool) -> str:
     """Python that loads the file and encodes; ``pixels`` there are uint8 images."""
-    file = json.dumps(name, ensure_ascii=False)
-    if to == "safetensors" and ":" in about["encoder"]:
-        return (
-            f"from safetensors.torch import load_file\n"
-            f"encoder = make()  # {about['encoder']}: your own code\n"
-            f"encoder.load_state_dict(load_file({file}))"
-        )
-    if to == "safetensors":
-        return (
-            "import furlong\n"
-            f"encoder = furlong.load_encoder({file})\n"
-            "features = encoder(encoder.transform(pixels))  # uint8 B×C×H×W to float32 B×d"
-        )
-    if to == "onnx":
-        made = "" if pixels else f"images = ({_normalising(about)}).astype(numpy.float32)\n"
-        fed = "pixels" if pixels else "images"
-        return (
-            f"import {'' if pixels else 'numpy, '}onnxruntime\n"
-            f"session = onnxruntime.InferenceSession({file})\n"
-            f"{made}"
-            f'features = session.run(["features"], {{"images": {fed}}})[0]  # pixels: uint8 B×C×S×S'
-        )
-    stem = weights["conv1.weight"]
-    changed = ""
-    if stem.shape[-1] == 3:
-        changed = (
-            "# this stem is the one for small images: 3×3, no pooling\n"
-            f"model.conv1 = torch.nn.Conv2d({stem.shape[1]}, 64, 3, padding=1, bias=False)\n"
-            "model.maxpool = torch.nn.Identity()\n"
-        )
-    base = _timm(about)["timm"]
-    return (
-        f"import timm{', torch' if changed else ''}\n"
-        "from safetensors.torch import load_file\n"
-        f'model = timm.create_model("{base}", num_classes=0, in_chans={stem.shape[1]})\n'
-        f"{changed}model.load_state_dict(load_file({file}))\n"
-        f"model.eval()  # takes float32 B×C×S×S: {_normalising(about)}"
-    )
+    contents = {
+        "to": to,
+        "file": json.dumps(name, ensure_ascii=False),
+        "encoder": about["encoder"],
+        "pixels": pixels,
+        "normalised": _normalising(about),
+        "base": _timm(about)["timm"] if to == "timm" else None,
+        "stem": weights["conv1.weight"].shape if to == "timm" else None,
+    }
+    return render("loading.py.jinja", contents).strip()
 
 
 def _normalising(about: dict[str, str]) -> str:

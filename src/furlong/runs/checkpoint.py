@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from furlong.core.payload import PayloadError, pack, unpack
 from furlong.errors import FurlongError
+from furlong.files import sync
 
 KEEP = 2
 _FOLDER = "checkpoints"
@@ -64,38 +64,41 @@ def save(
         manifest = {"done": done, "counters": counters, "files": files}
         manifest["digest"] = _digest(manifest)
         _write(draft / "manifest.json", json.dumps(manifest, indent=1).encode())
-        _sync(draft)
+        sync(draft)
         if final.exists():
             shutil.rmtree(final)
         draft.rename(final)
-        _sync(folder)
+        sync(folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise FurlongError(
             f"could not save checkpoint {done} in {folder}: {error.strerror or error}. Earlier "
             f"checkpoints are intact: make room, then 'furlong resume {run}'."
         ) from None
-    for old in sorted(p for p in folder.iterdir() if p.name.isdigit())[:-KEEP]:
+    for old in _kept(run)[:-KEEP]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
+def _kept(run: Path) -> list[Path]:
+    """The checkpoints that were written whole, the oldest first."""
+    folder = run / _FOLDER
+    return sorted(p for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+
+
 def oldest(run: Path) -> int:
     """The number of exchanges done in the oldest checkpoint that is kept: none can be before it."""
-    folder = run / _FOLDER
-    found = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    return min(found) if len(found) >= KEEP else 0
+    found = _kept(run)
+    return int(found[0].name) if len(found) >= KEEP else 0
 
 
 def load(run: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole, or ``None`` if there is none at all."""
     folder = run / _FOLDER
-    if not folder.is_dir():
-        return None
     notes: list[str] = []
     for draft in folder.glob(".draft-*"):  # the writer was killed
         shutil.rmtree(draft, ignore_errors=True)
-    for path in sorted((p for p in folder.iterdir() if p.name.isdigit()), reverse=True):
+    for path in reversed(_kept(run)):
         try:
             return _read(path, notes)
         except _DAMAGE as error:
@@ -132,24 +135,6 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _write(path: Path, data: Any) -> dict[str, Any]:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data)
+    sync(path)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file so that it is never half written."""
-    draft = path.with_name(f".{path.name}.draft")
-    _write(draft, data)
-    draft.replace(path)
-    _sync(path.parent)

@@ -31,9 +31,11 @@ from furlong.runs.datasets import NO_SPLIT, absolute, grouping, load_data
 from furlong.runs.encoders import about as described
 from furlong.runs.encoders import encoders, who
 from furlong.runs.finetune import ClientImages, Federated
-from furlong.runs.folder import RunFolder, load_encoder, read_encoder
+from furlong.runs.folder import RunFolder
 from furlong.runs.prepare import prepare, workers
+from furlong.runs.record import RunRecord
 from furlong.runs.results import Result, mean_and_spread, protocols
+from furlong.runs.saved_encoder import load_encoder, read_encoder
 from furlong.runs.split import split_data
 from furlong.seeding import seeded, threads
 
@@ -56,8 +58,7 @@ def settings_of(place: Path, overrides: Mapping[str, Any] | None = None) -> Conf
     """A run's settings, or those that an exported encoder suggests, with ``overrides``."""
     given = dict(overrides or {})
     if not place.is_file():
-        RunFolder.open(place)
-        return config.load(place / "config.toml", given)
+        return RunRecord.open(place).config(given)
     name = str(read_encoder(place)[0].get("data", "shapes"))
     if "data" not in given and "data.name" not in given:
         if ":" in name:
@@ -75,8 +76,7 @@ def subject(place: Path, settings: Config, say: Say) -> Subject:
         about |= {key: int(about[key]) for key in ("channels", "image_size")}
         return Subject({"encoder": encoder}, _fresh(about, settings.run.seed), about)
     folder = RunFolder.open(place)
-    own = config.load(place / "config.toml")
-    about = folder.read("encoder.json") or {}
+    own, about = folder.record.config(), folder.record.encoder
     if about and own.run.bound != "single":
         found = Subject({who(own): load_encoder(place)}, _fresh(about, own.run.seed), about)
     else:
@@ -246,7 +246,7 @@ def evaluate(
     """
     asked = protocols(settings.evaluate, words)
     folder = None if place.is_file() else RunFolder.open(place)
-    own = None if folder is None else config.load(place / "config.toml")
+    own = None if folder is None else folder.record.config()
     found: list[Result] = []
     with nullcontext() if folder is None else folder.locked():
         measured = subject(place, settings, say)
@@ -324,5 +324,5 @@ def _keep(folder: RunFolder, rows: Iterable[Result]) -> None:
         same = {k: row.get(k) for k in ("who", "protocol", "labels", "data", "settings")}
         return json.dumps(same, sort_keys=True)
 
-    merged = {key(row): row for row in [*folder.evaluations(), *rows]}
+    merged = {key(row): row for row in [*folder.record.evaluations, *rows]}
     folder.write("evaluations.json", list(merged.values()))

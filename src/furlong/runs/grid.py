@@ -20,11 +20,11 @@ from typing import Any
 
 from furlong.errors import FurlongError, nearest
 from furlong.runs import config, loop, papers
-from furlong.runs.checkpoint import write_atomically
 from furlong.runs.config import Config
 from furlong.runs.datasets import load_data
-from furlong.runs.folder import RunFolder
+from furlong.runs.folder import write_file
 from furlong.runs.prepare import resolved
+from furlong.runs.record import RunRecord
 from furlong.runs.split import client_count, split_data
 from furlong.words import duration
 
@@ -161,7 +161,7 @@ def _check(cell: Cell) -> None:
     path = cell.folder / "config.toml"
     if not path.exists():
         return
-    RunFolder(cell.folder).summary()  # a damaged one is told now
+    _ = RunRecord(cell.folder).summary  # a damaged one is told now
     there = _tree(path)
     clients = client_count(cell.settings)
     if clients is None:  # only the images tell how many a natural partition has
@@ -215,9 +215,9 @@ def run(
     """
     took: dict[str, list[float]] = {}
     for number, cell in enumerate(cells):
-        summary = RunFolder(cell.folder).summary()
+        summary = RunRecord(cell.folder).summary
         if summary is not None and _finished(cell.folder):
-            took.setdefault(cell.method, []).append(summary["seconds"])
+            took.setdefault(cell.method, []).append(summary.seconds)
             yield Outcome(cell, "was there")
             continue
         tell(f"[{number + 1}/{len(cells)}] {cell}{_left(cells[number:], took)}")
@@ -277,6 +277,6 @@ def keep(out: Path, command: str, cells: Sequence[Cell]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"command": command, "cells": names}, indent=1) + "\n"
-        write_atomically(out / GRID, text.encode())
+        write_file(out / GRID, text.encode())
     except OSError as error:
         raise FurlongError(f"cannot write to {out}: {error.strerror}") from None

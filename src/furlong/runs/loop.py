@@ -20,7 +20,7 @@ import furlong
 from furlong.core.exchange import Engine
 from furlong.core.payload import Traffic, pack, pack_tensors
 from furlong.core.weights import snapshot
-from furlong.engines.inprocess import SPILL
+from furlong.engines.blobs import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Images
 from furlong.nn.encoders import build_encoder
@@ -28,11 +28,12 @@ from furlong.runs import checkpoint, config, observers
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
 from furlong.runs.encoders import about, classifiers, encoders, who
-from furlong.runs.folder import RunFolder, load_encoder
+from furlong.runs.folder import RunFolder
 from furlong.runs.nodes import Members
 from furlong.runs.observers import NOTHING_DONE, Event, Observer, Status
 from furlong.runs.prepare import Prepared, prepare
 from furlong.runs.results import final_rows
+from furlong.runs.saved_encoder import load_encoder
 from furlong.runs.split import describe_partition
 from furlong.seeding import threads
 
@@ -114,12 +115,11 @@ def resume(
             raise FurlongError(f"a run goes on with the settings it has: --{name} cannot be given.")
     folder = RunFolder.open(path)
     with folder.locked():
-        summary = folder.read("summary.json")
-        if summary is not None:
+        if folder.record.summary is not None:
             say(f"{path} has finished; nothing to do.")
             shutil.rmtree(path / "server", ignore_errors=True)  # if it was killed just then
-            return Run(path, summary)
-        settings = config.with_out(config.load(path / "config.toml", overrides), path)
+            return Run(path, folder.record.read("summary.json"))
+        settings = config.with_out(folder.record.config(overrides), path)
         saved = checkpoint.load(path)
         for note in saved.notes if saved else []:
             say(note)
@@ -131,8 +131,9 @@ def resume(
         with _session(settings, folder, say, engine) as session:
             prepared = prepare(settings, members=None if session is None else session.members())
             split = describe_partition(prepared.train, prepared.split)
-            began = (folder.read("partition.json") or {}).get("fingerprint")
-            if settings.data.name != SITES and began != split["fingerprint"]:
+            began = folder.record.split
+            same = began is not None and began.fingerprint == split["fingerprint"]
+            if settings.data.name != SITES and not same:
                 raise FurlongError(
                     f"the images are not those that {path} began with: see its partition.json. Put "
                     "them back, or start a new run."

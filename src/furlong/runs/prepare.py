@@ -14,7 +14,9 @@ from furlong.core.guard import Guard
 from furlong.core.method import AnyMethod
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition
-from furlong.engines.inprocess import BlobStore, InProcess, default_workers
+from furlong.engines.blobs import BlobStore
+from furlong.engines.inprocess import InProcess
+from furlong.engines.pool import default_workers
 from furlong.errors import FurlongError
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES, absolute, load_data, load_public

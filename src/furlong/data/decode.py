@@ -1,4 +1,4 @@
-"""Decode image files of unknown origin, and list the folders that hold them.
+"""Encoded images of unknown origin to pixels, one by one or many in parallel.
 
 Nothing here trusts a file: its kind is sniffed from the content, its pixel count is read from the
 header before anything is decoded, and whatever cannot be used is reported with a reason.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import stat
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,15 +26,6 @@ T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 MAX_PIXELS = 50_000_000
 MAX_FILE_BYTES = 200_000_000
-_MAGIC = (
-    b"\x89PNG\r\n\x1a\n",
-    b"\xff\xd8\xff",
-    b"BM",
-    b"GIF8",
-    b"II*\0",
-    b"MM\0*",
-    *(b"P%d" % kind for kind in range(1, 7)),
-)
 # Below this a PNG is decoded faster than a thread can be handed it: Pillow holds the GIL for most
 # of the work on a small image (10,000 CIFAR images: 1.5 s in a plain loop, 1.8 s with two threads).
 _THREAD_BYTES = 16_384
@@ -143,95 +133,31 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 Item = tuple[str, bytes | Path]
-Decoded = ByteArray | Skipped
 
 
 @contextmanager
-def decoder(
-    size: tuple[int, int] | None, *, exact: bool = False
-) -> Iterator[Callable[[list[Item]], list[Decoded]]]:
-    """A function that decodes many images, in order, each to an array 3×H×W or a `Skipped`."""
+def many(
+    one: Callable[[bytes | Path], T],
+) -> Iterator[Callable[[list[Item]], list[T | Skipped]]]:
+    """``one`` as a function of many named images, in order, in parallel where that is faster.
 
-    def one(item: Item) -> Decoded:
+    An image that ``one`` finds unusable becomes a `Skipped`.
+    """
+
+    def tried(item: Item) -> T | Skipped:
         try:
-            return decode(item[1], size, exact=exact)
+            return one(item[1])
         except Unusable as why:
             return Skipped(item[0], str(why))
 
-    with threads(one) as many:
-        yield many
-
-
-@contextmanager
-def threads(one: Callable[[Item], T]) -> Iterator[Callable[[list[Item]], list[T]]]:
-    """``one`` as a function of many items, in order and in parallel where that is faster."""
-
-    def many(items: list[Item]) -> list[T]:
+    def all_of(items: list[Item]) -> list[T | Skipped]:
         sample = [len(data) if isinstance(data, bytes) else _THREAD_BYTES for _, data in items]
         slow = sum(sample) >= _THREAD_BYTES * len(items)
-        return list(pool.map(one, items)) if slow else [one(item) for item in items]
+        return list(pool.map(tried, items)) if slow else [tried(item) for item in items]
 
     Image.init()  # registers the plug-ins now: doing it lazily from several threads races
     # Pillow's warnings (bombs, odd metadata) are either covered by a reason above or harmless.
     # The filter is process-wide, so it is set here, outside the threads.
     with warnings.catch_warnings(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         warnings.simplefilter("ignore")
-        yield many
-
-
-def scan(root: Path) -> tuple[list[str], list[Skipped]]:
-    """
-    The images below ``root`` and everything else that is there.
-
-    Returns:
-        Relative POSIX paths of the files that start like an image, sorted; and the rest, sorted,
-        with reasons. Hidden folders and links to folders count as one entry and are not entered.
-    """
-    found: list[str] = []
-    skipped: list[Skipped] = []
-
-    def unreadable(error: OSError) -> None:
-        where = Path(error.filename).relative_to(root).as_posix()
-        skipped.append(Skipped(printable(where), "unreadable folder"))
-
-    inside = root.resolve()
-    for top, folders, files in os.walk(root, onerror=unreadable, followlinks=False):
-        here = Path(top).relative_to(root)
-        for folder in list(folders):
-            link = os.path.islink(os.path.join(top, folder))
-            if link or folder.startswith("."):
-                folders.remove(folder)
-                reason = "symbolic link to a folder" if link else "hidden folder"
-                skipped.append(Skipped(printable((here / folder).as_posix()), reason))
-        for file in files:
-            name = (here / file).as_posix()
-            refusal = _refusal(Path(top, file), inside)
-            if refusal is None:
-                found.append(name)
-            else:
-                skipped.append(Skipped(printable(name), refusal))
-    return sorted(found), sorted(skipped, key=lambda each: each.name)
-
-
-def _refusal(path: Path, inside: Path) -> str | None:
-    """Why ``path`` is not even worth decoding; None if it looks like an image."""
-    if path.name.startswith("."):
-        return "not an image (hidden file)"
-    try:
-        if path.is_symlink() and not path.resolve(strict=True).is_relative_to(inside):
-            return "symbolic link out of the folder"
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode):  # opening a pipe would wait for ever
-            return "not a regular file"
-        if info.st_size == 0:
-            return "empty file"
-        if info.st_size > MAX_FILE_BYTES:
-            return f"file of {info.st_size / 1e6:.0f} MB; the limit is 200 MB"
-        with open(path, "rb") as file:
-            head = file.read(16)
-    except PermissionError:
-        return "unreadable: permission denied"
-    except (OSError, RuntimeError) as error:  # RuntimeError: a symbolic link that loops
-        return f"unreadable: {getattr(error, 'strerror', None) or 'symbolic link loop'}"
-    webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
-    return None if webp or head.startswith(_MAGIC) else "not an image"
+        yield all_of

@@ -1,106 +1,30 @@
-"""Folders of images, and tables in the Hugging Face image layout.
-
-A reader finds images and all that is known of them, as a `Source`; nothing is decoded here.
-"""
+"""Tables in the Hugging Face image layout: parquet files, or Arrow tables in memory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 
-from furlong.data.folder import ByteArray, Item, Skipped, printable, scan
+from furlong.data.decode import Item, printable
+from furlong.data.sources import (
+    BATCH,
+    PREFIXES,
+    Block,
+    IntArray,
+    NoSplit,
+    Source,
+    numbered,
+    parquet_files,
+)
 from furlong.errors import FurlongError, nearest
-
-IntArray = NDArray[np.int64]
-Block = ByteArray | list[Item]  # pixels B×C×H×W, or images still encoded
-
-BATCH = 512
-PREFIXES: dict[str, tuple[str, ...]] = {
-    "train": ("train",),
-    "test": ("test", "validation", "val"),
-    "unlabelled": ("unlabeled", "unlabelled"),
-}
-
-
-class NoSplit(FurlongError):
-    """The set exists but has no such split; callers may then hold images out themselves."""
-
-
-@dataclass
-class Source:
-    """Images that have been found but not decoded, with all that is known beforehand."""
-
-    name: str
-    split: str
-    where: str
-    files: list[Path]
-    rows: IntArray  # the row numbers that belong to the split, sorted
-    blocks: Callable[[IntArray], Iterator[tuple[IntArray, Block]]]  # takes sorted row numbers
-    labels: IntArray | None = None
-    classes: tuple[str, ...] = ()
-    groups: IntArray | None = None
-    group_names: tuple[str, ...] = ()
-    skipped: list[Skipped] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    size: int | None = None  # pixels square, unless asked otherwise; None: see the images
-    exact: bool = False  # every image has that size already, or else something is wrong
-    pad: int = 0  # pixels of black around each image
-
-
-def folder(name: str, path: Path, split: str, group_by: str | None) -> Source:
-    """The images below ``path``: subfolders are classes, or clients with classes below."""
-    if group_by not in (None, "folder"):
-        raise FurlongError(f"{name} can only be grouped by 'folder', not {group_by!r}.")
-    if not path.is_dir():
-        raise FurlongError(f"{name}: there is no folder {path}.")
-    tests = [path / n for n in ("test", "validation", "valid", "val") if (path / n).is_dir()]
-    splits = {"train": path}
-    if tests and (path / "train").is_dir():
-        splits = {"train": path / "train", "test": tests[0]}
-    if split not in splits:
-        raise NoSplit(
-            f"{name} has no split {split!r}: {path} would need the subfolders train and test."
-        )
-    root = splits.pop(split)
-    names, skipped = scan(root)
-    # Names of classes and clients are shared by the splits, so that equal numbers mean equal names.
-    others = [other for folder in splits.values() if folder != path for other in scan(folder)[0]]
-    parents = [each.split("/")[:-1] for each in [*names, *others]]
-    files = [root / each for each in names]
-
-    def blocks(rows: IntArray) -> Iterator[tuple[IntArray, Block]]:
-        for start in range(0, len(rows), BATCH):
-            part = rows[start : start + BATCH]
-            yield part, [(printable(names[row]), files[row]) for row in part]
-
-    rows = np.arange(len(names))
-    source = Source(name, split, str(root), files, rows, blocks, skipped=skipped)
-    depth = 0
-    if group_by:
-        owners = [part[0] if part else "." for part in parents]
-        source.groups, source.group_names = _numbered(owners, len(names))
-        depth = 1
-    labels = [part[depth] for part in parents if len(part) > depth]
-    if len(set(labels)) >= 2 and len(labels) == len(parents):
-        source.labels, source.classes = _numbered(labels, len(names))
-    elif len(set(labels)) >= 2:
-        source.notes.append("Some images lie outside the class folders, so no labels were taken.")
-    return source
-
-
-def _numbered(values: Sequence[Any], count: int) -> tuple[IntArray, tuple[str, ...]]:
-    """The first ``count`` of ``values`` as numbers, and the names that all of them stand for."""
-    names = sorted(set(values))
-    where = {each: index for index, each in enumerate(names)}
-    numbers = np.array([where[each] for each in values[:count]], dtype=np.int64)
-    return numbers, tuple(printable(str(each)) for each in names)
 
 
 def parquet(name: str, path: Path, split: str, group_by: str | None) -> Source:
@@ -121,16 +45,6 @@ def parquet(name: str, path: Path, split: str, group_by: str | None) -> Source:
     return table(name, split, str(path), found[split], group_by, others=others)
 
 
-def parquet_files(where: Path, prefixes: Sequence[str]) -> list[Path]:
-    """The parquet files of the first of ``prefixes`` that has any, in ``where`` or just below."""
-    for inside in ("", "data", "plain_text", "default"):
-        for prefix in prefixes:
-            for pattern in (f"{prefix}-*.parquet", f"{prefix}.parquet", f"{prefix}/*.parquet"):
-                if files := sorted((where / inside).glob(pattern)):
-                    return files
-    return []
-
-
 def table(
     name: str, split: str, where: str, files: list[Path], group_by: str | None, *,
     arrow: Any = None, others: Sequence[Path] = (), classes: tuple[str, ...] = (),
@@ -141,7 +55,6 @@ def table(
     Text categories share their numbers with the parquet files ``others``; numbered classes that
     come without names get those in ``classes``.
     """
-    import pyarrow.dataset as ds  # takes most of a second, and few runs read tables
 
     def blocks(rows: IntArray) -> Iterator[tuple[IntArray, Block]]:
         start = 0
@@ -173,7 +86,6 @@ def table(
 
 @contextmanager
 def _explained(name: str, where: str) -> Iterator[None]:
-    import pyarrow as pa
 
     try:
         yield
@@ -183,7 +95,6 @@ def _explained(name: str, where: str) -> Iterator[None]:
 
 
 def _image_column(name: str, where: str, schema: Any) -> str:
-    import pyarrow as pa
 
     for column in sorted(schema.names, key=lambda each: each not in ("img", "image")):
         kind = schema.field(column).type
@@ -199,9 +110,6 @@ def _image_column(name: str, where: str, schema: Any) -> str:
 
 def _encoded(images: Any, rows: IntArray, start: int) -> list[Item]:
     """``rows`` of a column of images that begins at row ``start``."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     # Only bytes: a path in a file from elsewhere must not make us open that path.
     if pa.types.is_struct(images.type):
         images = pc.struct_field(images, "bytes")
@@ -226,7 +134,6 @@ def _categories(
 
     Whole numbers are kept unless ``known`` is None; all else is numbered in order over all splits.
     """
-    import pyarrow as pa
     import pyarrow.dataset as ds
 
     values = data.to_table([which])[which]
@@ -240,13 +147,4 @@ def _categories(
             return None, ()
         return numbers, known or tuple(map(str, range(numbers.max() + 1)))
     rest = [ds.dataset(str(file)).to_table([which])[which].to_pylist() for file in others]
-    return _numbered(sum(rest, values.to_pylist()), len(values))
-
-
-def places(labels: IntArray) -> tuple[IntArray, IntArray]:
-    """For each label (int N): its occurrence number within its class, and the class's size."""
-    order = np.argsort(labels, kind="stable")
-    _, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    place = np.empty_like(labels)
-    place[order] = np.arange(len(labels))
-    return place - (np.cumsum(counts) - counts)[index], counts[index]
+    return numbered(sum(rest, values.to_pylist()), len(values))

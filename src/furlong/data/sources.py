@@ -1,0 +1,88 @@
+"""Images that a reader has found, with all that is known of them before they are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from furlong.data.decode import ByteArray, Item, Skipped, printable
+from furlong.errors import FurlongError
+
+IntArray = NDArray[np.int64]
+Block = ByteArray | list[Item]  # pixels B×C×H×W, or images still encoded
+Blocks = Callable[[IntArray], Iterator[tuple[IntArray, Block]]]
+
+BATCH = 512
+PREFIXES: dict[str, tuple[str, ...]] = {
+    "train": ("train",),
+    "test": ("test", "validation", "val"),
+    "unlabelled": ("unlabeled", "unlabelled"),
+}
+
+
+class NoSplit(FurlongError):
+    """The set exists but has no such split; callers may then hold images out themselves."""
+
+
+@dataclass
+class Source:
+    """Images that have been found but not decoded, with all that is known beforehand."""
+
+    name: str
+    split: str
+    where: str
+    files: list[Path]
+    rows: IntArray  # the row numbers that belong to the split, sorted
+    blocks: Blocks  # takes sorted row numbers
+    labels: IntArray | None = None
+    classes: tuple[str, ...] = ()
+    groups: IntArray | None = None
+    group_names: tuple[str, ...] = ()
+    skipped: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    size: int | None = None  # pixels square, unless asked otherwise; None: see the images
+    exact: bool = False  # every image has that size already, or else something is wrong
+    pad: int = 0  # pixels of black around each image
+
+
+def in_blocks(read: Callable[[IntArray], Block]) -> Blocks:
+    """The blocks of a source whose rows can be read in any order."""
+
+    def blocks(rows: IntArray) -> Iterator[tuple[IntArray, Block]]:
+        for start in range(0, len(rows), BATCH):
+            part = rows[start : start + BATCH]
+            yield part, read(part)
+
+    return blocks
+
+
+def numbered(values: Sequence[Any], count: int) -> tuple[IntArray, tuple[str, ...]]:
+    """The first ``count`` of ``values`` as numbers, and the names that all of them stand for."""
+    names = sorted(set(values))
+    where = {each: index for index, each in enumerate(names)}
+    numbers = np.array([where[each] for each in values[:count]], dtype=np.int64)
+    return numbers, tuple(printable(str(each)) for each in names)
+
+
+def places(labels: IntArray) -> tuple[IntArray, IntArray]:
+    """For each label (int N): its occurrence number within its class, and the class's size."""
+    order = np.argsort(labels, kind="stable")
+    _, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    place = np.empty_like(labels)
+    place[order] = np.arange(len(labels))
+    return place - (np.cumsum(counts) - counts)[index], counts[index]
+
+
+def parquet_files(where: Path, prefixes: Sequence[str]) -> list[Path]:
+    """The parquet files of the first of ``prefixes`` that has any, in ``where`` or just below."""
+    for inside in ("", "data", "plain_text", "default"):
+        for prefix in prefixes:
+            for pattern in (f"{prefix}-*.parquet", f"{prefix}.parquet", f"{prefix}/*.parquet"):
+                if files := sorted((where / inside).glob(pattern)):
+                    return files
+    return []

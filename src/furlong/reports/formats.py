@@ -1,0 +1,167 @@
+"""Tables of runs in words: cells for a terminal, Markdown, CSV, and the notes below them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+
+from furlong.reports import printed
+from furlong.reports.significance import FEWEST, LEVEL, Difference
+from furlong.reports.tables import PROTOCOLS, Group, Key, Spread, kind_of
+from furlong.words import duration, plural, points, size
+
+# ---------------------------------------------------------------- words
+
+
+def column_title(column: Key) -> str:
+    """A protocol as a heading."""
+    name, share = column
+    word, target, options, elsewhere = printed.parts(name)
+    title = PROTOCOLS.get(kind_of(name), word)
+    title += f" {target}" if target else ""
+    title += f" on {elsewhere}" if elsewhere else ""
+    title += "".join(f", {option}" for option in options)
+    return title if share == 1 else f"{title}, {100 * share:g} % of the labels"
+
+
+def notes(group: Group) -> list[str]:
+    """What ± and the tests mean in this table, what they say, and what else to know."""
+    if not group.columns:
+        return ["No accuracy was measured in these runs.", *group.notes, *paper_notes(group)]
+    low, *_, high = sorted([len(row.seeds) for row in group.own] * 2)
+    seeds = plural(high, "seed") if low == high else f"{low} to {high} seeds"
+    deviation = " ± standard deviation" if high > 1 else ""
+    lines = [f"Test accuracy in percent, mean{deviation} over {seeds} (n)."]
+    if len(group.own) > 1:
+        lines.append(_significance(group))
+    return [*lines, *group.notes, *paper_notes(group)]
+
+
+def _significance(group: Group) -> str:
+    tests = group.tests()
+    if not tests:
+        return (
+            f"With fewer than {FEWEST} seeds in common with {group.baseline} nothing can be said "
+            "about significance."
+        )
+    corrected = [(row, c, gap) for row, c, gap in tests if gap.corrected is not None]
+    sure = [
+        f"{row.label} ({column_title(column)}, {100 * gap.mean:+.1f} points)"
+        for row, column, gap in corrected
+        if verdict(gap) == SURE
+    ]
+    return (
+        f"Compared with {group.baseline} by a paired t-test over seeds, two-sided, p corrected by "
+        f"Holm for the {len(corrected)} comparisons of this table. More than chance (corrected "
+        f"p below {LEVEL:g}): {', '.join(sure) or 'none'}."
+    )
+
+
+SURE = "more than chance"
+
+
+def verdict(difference: Difference) -> str:
+    """One comparison in words."""
+    if difference.n < FEWEST:
+        return "too few seeds"
+    if difference.corrected is None:
+        return "every seed has the same difference: no test"
+    return SURE if difference.corrected < LEVEL else "may be chance"
+
+
+def verdicts(group: Group) -> list[str]:
+    """A line per comparison."""
+    lines = []
+    for row, column, gap in group.tests():
+        p = "" if gap.p is None else f", p = {gap.p:.2g}, corrected {gap.corrected:.2g}"
+        words = f"{100 * gap.mean:+.1f} points, n = {gap.n}{p}: {verdict(gap)}."
+        lines.append(f"{row.label}, {column_title(column)}: {words}")
+    return lines
+
+
+def paper_notes(group: Group) -> list[str]:
+    """What to know when a paper's number is compared with ours."""
+    said: dict[str, list[str]] = {}
+    for row in group.rows:
+        for beside in row.printed:
+            said.setdefault(beside.note, []).append(f"{beside.source} for {row.label}")
+    return [f"{'; '.join(where)}: {note}." for note, where in said.items() if note]
+
+
+# ---------------------------------------------------------------- formats
+
+
+def cells(group: Group) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Heading and rows of a printed table; a row's kind is ``run``, ``random`` or ``paper``."""
+    heading = ["method", "n", *(f"{column_title(c)} %" for c in group.columns)]
+    heading += ["sent per client", "training time"]
+    rows: list[tuple[str, list[str]]] = []
+    for row in group.rows:
+        n = len(row.seeds)
+        found = [_cell(row.cells.get(column), n) for column in group.columns]
+        sent = "–" if row.sent is None else size(sum(row.sent))
+        seconds = "–" if row.seconds is None else duration(row.seconds)
+        kind = "random" if row.reference else "run"
+        rows.append((kind, [row.label, str(n), *found, sent, seconds]))
+        for paper in row.printed:
+            given = [paper.cells.get(column) for column in group.columns]
+            said = ["" if p is None else points(p.accuracy, p.std) for p in given]
+            rows.append(("paper", [f"  printed in {paper.source}", "", *said, "", ""]))
+    return heading, rows
+
+
+def _cell(spread: Spread | None, seeds: int) -> str:
+    """A number; with its own n if it was not measured for all seeds of the row."""
+    if spread is None:
+        return "–"
+    n = len(spread.values)
+    return points(spread.mean, spread.std) + (f" (n = {n})" if n < seeds else "")
+
+
+def markdown(groups: Sequence[Group]) -> str:
+    """Tables and what is said about them."""
+    lines: list[str] = []
+    for group in groups:
+        heading, rows = cells(group)
+        lines += [f"**{_escaped(group.title)}**", "", _line(heading)]
+        lines.append("|---|" + "---:|" * (len(heading) - 1))
+        lines += [_line(row, "*" if kind == "paper" else "") for kind, row in rows]
+        below = [*notes(group), *verdicts(group)]
+        lines += ["", *(f"- {_escaped(text)}" for text in below), ""]
+    return "\n".join(lines)
+
+
+def _line(words: Sequence[str], mark: str = "") -> str:
+    first, *others = (_escaped(word.strip()) for word in words)
+    return "| " + " | ".join([f"{mark}{first}{mark}", *others]) + " |"
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is: a name is neither a cell's end nor a tag."""
+    return re.sub(r"[\\`*|\[\]<>]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
+
+
+def comma_separated(groups: Sequence[Group]) -> str:
+    """A line per number: for a spreadsheet or a program."""
+    heading = ["setting", "kind", "method", "protocol", "labels", "n", "accuracy", "std"]
+    heading += ["bytes_up_per_client", "bytes_down_per_client", "seconds"]
+    heading += ["baseline", "difference", "p", "p_holm", "note"]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(heading)
+    for group in groups:
+        for row in group.rows:
+            kind = "random" if row.reference else "run"
+            cost = [*(row.sent or (None, None)), row.seconds]
+            for column, spread in row.cells.items():
+                gap = row.differences.get(column)
+                tested = [group.baseline, gap.mean, gap.p, gap.corrected] if gap else [None] * 4
+                about = [group.title, kind, row.label, *column, len(spread.values)]
+                writer.writerow([*about, spread.mean, spread.std, *cost, *tested, None])
+            for beside in row.printed:
+                for column, p in beside.cells.items():
+                    about = [group.title, f"printed in {p.source}", row.label, *column, None]
+                    writer.writerow([*about, p.accuracy, p.std, *[None] * 7, beside.note])
+    return text.getvalue()

@@ -1,0 +1,80 @@
+"""What the page of one run and the page of a comparison have in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from furlong.core.payload import Traffic
+from furlong.reports import figures
+from furlong.reports.figures import Drawing
+from furlong.runs.record import Line, Split
+
+MOST_FAILURES = 50  # rows of the table
+
+
+def traffic(lines: Sequence[Line]) -> dict[str, dict[str, int]]:
+    """Bytes of a whole run: up or down -> kind of tensor -> how many."""
+    return {
+        way: asdict(sum((getattr(line, way) for line in lines), Traffic()))
+        for way in ("up", "down")
+    }
+
+
+def failures(lines: Sequence[Line]) -> dict[str, Any]:
+    """Which clients gave no valid answer, how often and why; the most frequent first."""
+    times: Counter[tuple[Any, ...]] = Counter()
+    first: dict[tuple[Any, ...], int] = {}
+    for line in lines:
+        for failure in line.failures:
+            key = (failure["client"], failure["kind"], failure["reason"])
+            times[key] += 1
+            first.setdefault(key, line.round + 1)
+    return {
+        "rows": [(*key, count, first[key]) for key, count in times.most_common(MOST_FAILURES)],
+        "kinds": len(times),
+        "total": times.total(),
+        "refused": sum(count for key, count in times.items() if key[1] == "refused"),
+        "clients": len({key[0] for key in times}),
+    }
+
+
+def split_drawings(split: Split | None) -> Iterator[Drawing]:
+    """Who holds what, and how many false negatives that makes."""
+    if split is None:
+        return
+    low, high = min(split.sizes), max(split.sizes)
+    spread = f"{low:,}" + (f" to {high:,}" if low < high else "")
+    held = f"Partition {split.partition}: {len(split.sizes):,} clients with {spread} images each."
+    if split.class_counts is None:
+        more = "The images have no labels."
+        if split.names:
+            listed = ", ".join(f"{k}: {name}" for k, name in enumerate(split.names))
+            more = f"The images are on the sites ({listed})."
+        yield Drawing(figures.sizes(split.sizes), f"{held} {more}", "partition")
+        return
+    below = betas(split.beta_cib, split.beta_hetero_m2)
+    yield Drawing(
+        figures.heat_map(split.class_counts, split.classes, below=below),
+        f"{held} A cell is a client's number of images of a class. β-CIB {split.beta_cib:.4f} "
+        f"bits; β-hetero {split.beta_hetero_m2:.4f} bits (divided by M²), "
+        f"{split.beta_hetero_mm1:.4f} bits (by M(M−1)). 0 is an even split.",
+        "partition",
+    )
+    if shares := split.false_negatives:
+        names = {"local": "its own images", "union": "all clients'", "remote": "the others'"}
+        rows = [(names[key], shares[key], None) for key in names]
+        yield Drawing(
+            figures.bars(rows, highlight=""),
+            "False negatives: of the images that a client's image is contrasted with, the share "
+            "that has its class, if they are drawn from its own images, from all clients' or from "
+            "the others'. Contrast pushes these apart though they belong together.",
+            "false-negatives",
+        )
+
+
+def betas(cib: float, hetero_m2: float) -> str:
+    """The two measures of skew, for below a heat map."""
+    return f"β-CIB {cib:.2f} · β-hetero {hetero_m2:.2f} bits (M²)"

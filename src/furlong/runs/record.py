@@ -1,0 +1,300 @@
+"""A run folder read back: one typed record that tables, pages, cards and ``evaluate`` share.
+
+Every file is read and checked when it is first asked for, so a run that goes on, or was
+interrupted, has a record too. A damaged file is an error that names the file and the key.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, get_origin, get_type_hints
+
+from furlong.core.payload import Traffic
+from furlong.errors import FurlongError
+from furlong.runs import config
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+NEEDED = ("method.name", "data.name", "data.partition", "model.encoder", "train.rounds",
+          "evaluate.k", "run.seed")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """One accuracy of summary.json or evaluations.json."""
+
+    who: str
+    protocol: str
+    accuracy: float
+    labels: float = 1.0  # the share of them that was used
+    std: float | None = None  # over the clients, of a mean over them
+    data: str | None = None  # the images that it was measured on
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished run wrote last."""
+
+    who: str
+    results: list[Result]
+    clients: int
+    images: int
+    seconds: float
+    images_per_second: float
+    bytes_up: float
+    bytes_down: float
+    furlong: str
+    weights_sha256: str
+    rounds: int | None = None
+    seed: int | None = None
+    failures: int | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One exchange, a line of metrics.jsonl."""
+
+    exchange: int
+    round: int
+    up: Traffic
+    down: Traffic
+    bytes_up: float
+    bytes_down: float
+    clients: dict[str, dict[str, float]]
+    kind: str = "train"
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)  # the whole line: loss, knn, angles, …
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who holds what: partition.json. Without labels there are no classes and no measures."""
+
+    partition: str
+    sizes: list[int]
+    clients: int | None = None
+    fingerprint: str | None = None
+    names: list[str] | None = None  # of the sites
+    classes: list[str] = field(default_factory=list)
+    class_counts: list[list[int]] | None = None
+    beta_cib: float = 0.0
+    beta_hetero_m2: float = 0.0
+    beta_hetero_mm1: float = 0.0
+    false_negatives: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Who takes part in a run on Flower: federation.json."""
+
+    run: str
+    sites: list[dict[str, Any]]
+    channels: int | None = None
+    begun: bool = False
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Representations in the plane: tsne.json."""
+
+    points: list[list[float]]
+    clients: list[int]
+    classes: list[str]
+    labels: list[int] | None = None
+
+
+# ---------------------------------------------------------------- checking
+
+
+def parse(cls: type[T], found: Any, where: object) -> T:
+    """A JSON object as a ``cls``; entries that the class does not have are left out."""
+    if not isinstance(found, dict):
+        raise damaged(where, "it is damaged")
+    hints, values = get_type_hints(cls), {}
+    for f in fields(cls):
+        value = found.get(f.name)
+        if value is not None:
+            values[f.name] = _parsed(hints[f.name], value, where, f.name)
+        elif f.default is MISSING and f.default_factory is MISSING:
+            wrong = "is not what it should be" if f.name in found else "is missing"
+            raise damaged(where, f"{f.name} {wrong}")
+    return cls(**values)
+
+
+def _parsed(hint: Any, value: Any, where: object, name: str) -> Any:
+    if isinstance(hint, UnionType):
+        hint = get_args(hint)[0]  # the other one is None
+    if isinstance(hint, type) and is_dataclass(hint):
+        return parse(hint, value, f"{where}, {name}")
+    kind: Any = get_origin(hint) or hint
+    wanted: Any = (int, float) if kind is float else kind
+    if not isinstance(value, wanted):
+        raise damaged(where, f"{name} is not what it should be")
+    if kind is list and is_dataclass(get_args(hint)[0]):
+        return [_parsed(get_args(hint)[0], item, where, name) for item in value]
+    return value
+
+
+def damaged(where: object, what: str) -> FurlongError:
+    """The error of a file that somebody else has written or changed."""
+    return FurlongError(f"{where} does not hold what furlong wrote: {what}.")
+
+
+# ---------------------------------------------------------------- the record
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the files of one run say, finished or not."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The record of a folder that must hold a run."""
+        if not (path / "config.toml").exists():
+            raise FurlongError(f"{path} is not a run folder: it has no config.toml.")
+        return cls(path)
+
+    # ------------------------------------------------------------ settings
+
+    @property
+    def toml(self) -> str:
+        """The configuration as text."""
+        return str(self._read("config.toml", str))
+
+    @cached_property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The sections of the configuration, plainly: a method of one's own is not imported."""
+        tree: dict[str, dict[str, Any]] = self._read("config.toml", tomllib.loads)
+        for name in NEEDED:
+            section, _, key = name.partition(".")
+            table = tree.get(section)
+            if not isinstance(table, dict) or key not in table:
+                raise FurlongError(
+                    f"{self.path / 'config.toml'} is not the configuration of a run: {name} is "
+                    "missing."
+                )
+        return tree
+
+    def config(self, overrides: Mapping[str, Any] | None = None) -> config.Config:
+        """The configuration, ready to be run again; imports a method of one's own."""
+        return config.load(self.path / "config.toml", overrides)
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return str(self.settings["method"]["name"])
+
+    @property
+    def bound(self) -> str:
+        """``none`` for a federation."""
+        return str(self.settings["run"].get("bound", "none"))
+
+    @property
+    def name(self) -> str:
+        """The method, with its bound if it is one: ``fedu@pooled``."""
+        return self.method if self.bound == "none" else f"{self.method}@{self.bound}"
+
+    @property
+    def seed(self) -> int:
+        """Runs of one seed can be paired."""
+        return int(self.settings["run"]["seed"])
+
+    # ------------------------------------------------------------ what was written
+
+    @cached_property
+    def summary(self) -> Summary | None:
+        """``None``: the run has not finished."""
+        return self._parsed(Summary, "summary.json")
+
+    @property
+    def finished(self) -> Summary:
+        """The summary of a run that must have finished."""
+        if self.summary is None:
+            raise FurlongError(
+                f"{self.path} has not finished: 'furlong resume {self.path}' goes on with it."
+            )
+        return self.summary
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows that ``furlong evaluate`` has added since; some have no accuracy."""
+        rows = self.read("evaluations.json") or []
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise damaged(self.path / "evaluations.json", "move it away")
+        return rows
+
+    @cached_property
+    def results(self) -> list[Result]:
+        """All accuracies: those of the run, then those that were measured since."""
+        rows = [row for row in self.evaluations if row.get("accuracy") is not None]
+        later = [parse(Result, row, self.path / "evaluations.json") for row in rows]
+        return [*([] if self.summary is None else self.summary.results), *later]
+
+    @cached_property
+    def split(self) -> Split | None:
+        """Who holds what."""
+        return self._parsed(Split, "partition.json")
+
+    @cached_property
+    def encoder(self) -> dict[str, Any]:
+        """What encoder.json says of the encoder; empty before the run has finished."""
+        found = self.read("encoder.json") or {}
+        if not isinstance(found, dict):
+            raise damaged(self.path / "encoder.json", "it is damaged")
+        return found
+
+    @property
+    def federation(self) -> Federation | None:
+        """Who takes part in a run on Flower."""
+        return self._parsed(Federation, "federation.json")
+
+    @property
+    def plane(self) -> Plane | None:
+        """The representations in the plane, if ``furlong report --tsne`` has made them."""
+        return self._parsed(Plane, "tsne.json")
+
+    def lines(self) -> list[Line]:
+        """The lines of metrics.jsonl, checked; read at every call, because they may be many."""
+        where = self.path / "metrics.jsonl"
+        return [
+            replace(parse(Line, line, f"{where}, line {number},"), metrics=line)
+            for number, line in enumerate(self.raw_lines(), 1)
+        ]
+
+    def raw_lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; a last line cut off by a kill is left out."""
+        path = self.path / "metrics.jsonl"
+        found: list[dict[str, Any]] = []
+        for text in path.read_text().splitlines() if path.exists() else []:
+            try:
+                line = json.loads(text)
+                found.append(dict(line, exchange=int(line["exchange"])))
+            except (ValueError, TypeError, KeyError):
+                break
+        return found
+
+    def read(self, name: str) -> Any:
+        """A JSON file as it is; ``None`` if it is not there."""
+        return self._read(name, json.loads) if (self.path / name).exists() else None
+
+    def _read(self, name: str, loads: Callable[[str], Any]) -> Any:
+        try:
+            return loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise FurlongError(f"cannot read {self.path / name}: {error}") from None
+
+    def _parsed(self, cls: type[T], name: str) -> T | None:
+        found = self.read(name)
+        return None if found is None else parse(cls, found, self.path / name)
