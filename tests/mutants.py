@@ -757,8 +757,8 @@ MUTANTS = [
     Mutant(
         "checkpoint-newest",
         "runs/checkpoint.py",
-        "p.name.isdigit()), reverse=True)",
-        "p.name.isdigit()))",
+        "reversed(_kept(run))",
+        "_kept(run)",
         CHECKPOINT,
         "a run goes back to the oldest checkpoint",
     ),
@@ -952,8 +952,8 @@ MUTANTS = [
     Mutant(
         "tables-bytes",
         "reports/tables.py",
-        'summary["bytes_up"] / clients',
-        'summary["bytes_up"]',
+        "summary.bytes_up / summary.clients",
+        "summary.bytes_up",
         TABLES,
         "bytes of all clients, not of one",
     ),
@@ -966,12 +966,12 @@ MUTANTS = [
         "Bonferroni in place of Holm",
     ),
     Mutant(
-        "paired-degrees",
+        "paired-test",
         "reports/significance.py",
-        "abs(t), n - 1)",
-        "abs(t), n)",
+        "stats.ttest_rel(ours, baseline)",
+        "stats.ttest_ind(ours, baseline)",
         TABLES,
-        "a degree of freedom too many",
+        "seeds are not paired",
     ),
     Mutant(
         "tables-baseline",
