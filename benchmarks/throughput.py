@@ -56,10 +56,9 @@ def bare_loop(p: Prepared, method: str, steps: int, start: Any, views: torch.Ten
         net = ctx.network("net", lambda: p.method.network(ctx), start.weights)
         optimiser = ctx.optimiser(net).torch
     else:
-        inner = p.method.byol
-        net = ctx.network("online", lambda: inner.encoder(ctx), start.encoder)
-        target = ctx.network("target", lambda: inner.encoder(ctx), start.encoder)
-        head = ctx.network("predictor", lambda: inner.predictor(ctx), start.predictor)
+        net = ctx.network("online", lambda: p.method.network(ctx), start.encoder)
+        target = ctx.network("target", lambda: p.method.network(ctx), start.encoder)
+        head = ctx.network("predictor", lambda: p.method.new_predictor(ctx), start.predictor)
         target.requires_grad_(False)
         optimiser = ctx.optimiser(net, head).torch
 

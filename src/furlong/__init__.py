@@ -105,12 +105,9 @@ def run_config(
 ) -> Run:
     """A run from its configuration to its page; ``engine``: to nodes that wait already."""
     from furlong.deploy.session import Session
-    from furlong.reports import page
     from furlong.runs import loop
 
-    finished = loop.run(settings, show, say, engine or Session)
-    page.build(finished.folder)
-    return finished
+    return _with_page(loop.run(settings, show, say, engine or Session))
 
 
 def resume(
@@ -125,9 +122,13 @@ def resume(
     ``overrides``: settings that may be given anew, see ``furlong resume --help``.
     """
     from furlong.deploy.session import Session
-    from furlong.reports import page
     from furlong.runs import loop
 
-    finished = loop.resume(run_folder, overrides, show, say, engine or Session)
+    return _with_page(loop.resume(run_folder, overrides, show, say, engine or Session))
+
+
+def _with_page(finished: Run) -> Run:
+    from furlong.reports import page  # imports matplotlib, which no run needs before its end
+
     page.build(finished.folder)
     return finished

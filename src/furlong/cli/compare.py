@@ -34,7 +34,8 @@ def compare(
     Parameters
     ----------
     config_files
-        TOML files; without any, the defaults and the options.
+        TOML files, or paper:ADDRESS (see ``furlong papers``), where * in an address stands for any
+        text; without any, the defaults and the options.
     out
         Folder of the grid.
     methods

@@ -36,7 +36,7 @@ def cost(
     Parameters
     ----------
     config_file
-        A TOML file; options override it.
+        A TOML file, or paper:ADDRESS (see ``furlong papers``); options override it.
     sizes
         Images per client instead of reading the data: 1000,2000,500 or 10000x5.
     as_json

@@ -27,7 +27,7 @@ def run(
     Parameters
     ----------
     config_file
-        A TOML file; options override it.
+        A TOML file, or paper:ADDRESS (see ``furlong papers``); options override it.
     """
     with watching() as (show, say):
         finished = furlong.run_config(config.load(config_file, settings), show, say)

@@ -59,10 +59,12 @@ class ServerSettings:
     """How the server merges the clients' answers; a rule looks only at its own settings."""
 
     rule: Rule = setting("mean", "How the server merges the clients' answers.")
-    lr: float | None = setting(None, "η of momentum (none: 1) and adam (none: 0.01).", above=0)
-    momentum: float = setting(0.9, "β of momentum, β₁ of adam.", at_least=0, below=1)
-    beta2: float = setting(0.99, "β₂ of adam.", at_least=0, below=1)
-    tau: float = setting(1e-3, "The τ of adam.", above=0)
+    lr: float | None = setting(
+        None, "The step η of momentum (none: 1) and adam (none: 0.01).", above=0
+    )
+    momentum: float = setting(0.9, "The momentum β, or β₁ of adam.", at_least=0, below=1)
+    beta2: float = setting(0.99, "The decay β₂ of adam's squares.", at_least=0, below=1)
+    tau: float = setting(1e-3, "The constant τ in adam's denominator.", above=0)
     faulty: int = setting(
         1, "f of trimmed_mean, krum and multi_krum: how many clients may be bad.", at_least=0
     )
