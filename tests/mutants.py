@@ -78,10 +78,10 @@ PROTOCOLS = "tests/evaluation/test_protocols.py"
 CONFIG = "tests/runs/test_config.py"
 TABLES = "tests/reports/test_tables.py"
 CODEC = "tests/engines/test_codec.py -k 'not methods_run'"
-COST = "tests/runs/test_cost.py -k 'fedsimclr or fcl or table_8 or without_data'"
+COST = "tests/runs/test_cost.py -k 'fedsimclr or fcl or table_8 or without_data or one_client'"
 CLUSTERING = "tests/nn/test_clustering.py"
 REMOTE = (
-    "tests/deploy/test_remote.py -k 'slices or nonsense or bad_answer or restarts "
+    "tests/deploy/test_remote.py -k 'slice or nonsense or bad_answer or restarts "
     "or (same_bits and fedu)'"
 )
 FEDU = "tests/methods/test_fedu.py"
@@ -1059,7 +1059,7 @@ MUTANTS = [
         "runs/cost.py",
         "only in (None, client)",
         "True",
-        "tests/runs/test_cost.py tests/cli/test_cli.py -k 'cost or table_8 or (agrees and fedca)'",
+        COST,
         "the cost of one client is that of all",
     ),
     Mutant(
