@@ -110,10 +110,12 @@ def furlong_(
 ) -> Call:
     """Call ``furlong WORDS`` in this process, in an empty directory."""
     from furlong import cli
+    from furlong.cli import common
     from furlong.engines import pool
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pool, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(common, "LOG_EVERY", float("inf"))  # on a slow machine too
 
     def call(*words: object) -> Result:
         capsys.readouterr()

@@ -38,7 +38,7 @@ def finish(
     runner = Server(p.method, p.setup, p.server.public, **server)
     with InProcess(p.method, federation, p.setup, workers) as transport:
         state = runner.init()
-        for result in runner.run(federation, transport, state):
+        for result in runner.run(transport, state):
             assert not result.failures
             state = result.server
         clients = {c: bytes(packed) for c, packed in transport.store.items()}

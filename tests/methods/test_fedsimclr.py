@@ -45,7 +45,7 @@ def test_local_statistics_never_leave(prepared: Any) -> None:
     name = next(n for n in kept.stats if n.endswith("num_batches_tracked"))
     assert unpack(store.get(0)).stats[name] == 2 * kept.stats[name]  # the statistics went on
     with InProcess(p.method, p.federation, p.setup) as transport:
-        *_, last = Server(p.method, p.setup).run(p.federation, transport, server)
+        *_, last = Server(p.method, p.setup).run(transport, server)
     assert not last.failures
     start = snapshot(p.method.network(p.server.context(last.exchange)))
     untouched = [n for n in start if n.endswith("running_var")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from furlong import load_encoder
 from furlong.core.weights import snapshot
+from furlong.data.augment import preset
 from furlong.errors import FurlongError
 from furlong.nn.encoders import build_encoder
 from furlong.reports import export as exporting
@@ -153,7 +155,8 @@ def test_onnx_gives_the_same_features(run: Path, tmp_path: Path, pixels: bool) -
 def test_a_graph_that_computes_something_else_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "normalisation", lambda _: ((0.4,) * 3, (0.3,) * 3))
+    other = replace(preset("moco_cifar"), mean=(0.4,) * 3, std=(0.3,) * 3)
+    monkeypatch.setattr(exporting, "preset", lambda _: other)
     with pytest.raises(FurlongError, match=r"differ from torch's by .*nothing was written"):
         export(run, "onnx", tmp_path / "e.onnx", pixels=True)
     assert not list(tmp_path.iterdir())

@@ -81,7 +81,7 @@ def test_files_have_their_own_methods(tmp_path: Path) -> None:
         ("fedu@alone", 1, {}, "unknown bound 'alone'"),
         ("fedu,fedu", 1, {}, "names fedu twice"),
         ("fedu", 0, {}, "--seeds is 0"),
-        ("fedu", 1, {"seed": 3}, "--seed cannot be given"),
+        ("fedu", 1, {"bound": "single"}, "--bound cannot be given"),
         ("fedu", 1, {"method.temperature": 1}, "unknown key method.temperature"),
     ],
 )

@@ -230,7 +230,8 @@ class RunRecord:
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """The rows that ``furlong evaluate`` has added since; some have no accuracy."""
-        rows = self.read("evaluations.json") or []
+        found = self.read("evaluations.json")
+        rows = [] if found is None else found  # an empty object is damage, and is kept
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise damaged(self.path / "evaluations.json", "move it away")
         return rows
