@@ -46,23 +46,44 @@ def test_same_bits_as_in_process(tmp_path: Path, method: str) -> None:
     assert not list(tmp_path.glob("node*/runs/*"))  # the run has ended: nodes forget its state
 
 
-@pytest.mark.parametrize("method", ["fedema", "fedca"])
-def test_slices(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Payloads beyond a slice travel in several messages, both ways."""
+SLICE = 50_000
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of at most SLICE bytes."""
     from furlong.engines import remote
 
     made = remote.Remote.__init__
 
     def small(self: Any, *given: Any, **named: Any) -> None:
-        made(self, *given, **{**named, "slice_bytes": 10_000})
+        made(self, *given, **{**named, "slice_bytes": SLICE})
 
     monkeypatch.setattr(remote.Remote, "__init__", small)
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize("method", ["fedema", "fedca"])
+def test_slices(tmp_path: Path, method: str) -> None:
+    """Payloads beyond a slice travel in several messages, both ways."""
     wire = Direct(parts(tmp_path))
     run = train(flower(tmp_path, method), wire=wire)
     assert weights(run) == in_process(tmp_path, method)
     kinds = [header["kind"] for _, header, _ in wire.sent]
     assert kinds.count("fetch") > 10
-    assert all(size <= 10_000 for _, header, size in wire.sent if header["kind"] == "work")
+    assert all(size <= SLICE for _, header, size in wire.sent if header["kind"] == "work")
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_a_node_that_kept_another_slice_is_refused(tmp_path: Path) -> None:
+    def forgetful(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        return ({**header, "kept": 0} if header.get("kept") == 1 else header), body
+
+    wire = Direct(parts(tmp_path))
+    wire.before = lambda node, _: setattr(wire, "up", forgetful if node == 101 else None)
+    train(flower(tmp_path, rounds=1), wire=wire)
+    [[failure]] = failures(tmp_path)
+    assert (failure["client"], failure["kind"]) == (1, "refused")
 
 
 def test_every_node_restarts_between_rounds(tmp_path: Path) -> None:
@@ -197,6 +218,7 @@ def test_a_bad_answer_is_refused_and_the_round_goes_on(tmp_path: Path) -> None:
     [
         ({"slice": 0, "slices": 1}, b"not a payload", "not a safetensors buffer"),
         ({"slice": 0, "slices": 10**9}, b"x" * (3 << 20), "more than the"),
+        ({"slice": 0, "slices": 1}, b"x" * (3 << 20), "more than the"),
         ({"slice": 7, "slices": 9}, b"x", "makes no sense"),
         ({"slice": 0, "slices": "many"}, b"x", "makes no sense"),
         ({}, b"", "makes no sense"),

@@ -141,7 +141,8 @@ def test_cohorts() -> None:
     assert any(draw_cohort(0, Exchange(round=r), clients, 0.35) != one for r in range(4, 9))
     assert draw_cohort(0, Exchange(round=3, clients=(1, 2)), clients, 0.1) == [1, 2]
     assert len(draw_cohort(0, Exchange(round=0), clients, 0.01)) == 1
-    assert len(draw_cohort(0, Exchange(round=0), clients, 0.7)) == 7  # not 6: 0.7·10 < 7 in floats
+    many = list(range(100))
+    assert len(draw_cohort(0, Exchange(round=0), many, 0.29)) == 29  # 0.29·100 < 29 in floats
     seen = {c for r in range(60) for c in draw_cohort(0, Exchange(round=r), clients, 0.2)}
     assert seen == set(clients)
 

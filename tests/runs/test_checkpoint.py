@@ -73,6 +73,8 @@ def test_every_damage_is_noticed(tmp_path: Path) -> None:
             assert found is not None
             assert found.done == 1, (path.name, how)
             assert "000002 is damaged" in found.notes[0]
+    shutil.rmtree(newest)
+    shutil.copytree(backup, newest)
     manifest = json.loads((backup / "manifest.json").read_text())
     (newest / "manifest.json").write_text(json.dumps({**manifest, "done": 7}))
     found = checkpoint.load(tmp_path)  # JSON, with the right files, and yet not what was written

@@ -51,6 +51,14 @@ def test_without_data_is_the_same(prepared: Any) -> None:
     assert list(predict(server)) == list(predict(p.server))
 
 
+def test_one_client_of_all(prepared: Any) -> None:
+    server = prepared("fedu").server
+    for whole, *each in zip(predict(server), *(predict(server, k) for k in range(3)), strict=True):
+        assert [one.cohort for one in each] == [[0], [1], [2]]
+        assert sum((one.down for one in each), Traffic()) == whole.down
+        assert sum((one.up for one in each), Traffic()) == whole.up
+
+
 def test_table_8(golden: dict[str, Any]) -> None:
     """The computed column of spec 4.8: 32 bits, rate 1/3, models both ways."""
     want = golden["table8"]
