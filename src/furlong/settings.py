@@ -118,9 +118,13 @@ def setting(
     return field(default=default, metadata=known)
 
 
-@cache
-def facts(cls: type) -> tuple[Fact, ...]:
+def facts(cls: Any) -> tuple[Fact, ...]:
     """The facts of every field of a settings class, in their order."""
+    return _facts(cls)
+
+
+@cache  # reading annotations is slow, and every configuration asks for all classes
+def _facts(cls: Any) -> tuple[Fact, ...]:
     hints = get_type_hints(cls)
     plain = setting(
         None, "", infinite=True
