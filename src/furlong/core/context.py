@@ -29,7 +29,7 @@ class Exchange:
     kind: str = "train"
     clients: tuple[int, ...] | None = None  # None: the round's sample; (): the server alone
     part: int = 0  # of what takes several exchanges
-    index: int = -1  # running number, given by ``rounds.run``
+    index: int = -1  # running number, given by ``Server.exchanges``
 
 
 @dataclass(frozen=True)

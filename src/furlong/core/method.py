@@ -1,8 +1,9 @@
-"""The contract of a method, on one screen.
+"""The contract of a method.
 
 S, C, D, U are payloads: what the server keeps, what a client keeps, what goes down, what goes up.
 State goes in, state comes out; a method is a frozen dataclass whose fields are its hyper-parameters
-and it has no other state. ``rounds`` seeds torch around every call, so method code is plain torch.
+and it has no other state. ``core.exchange`` seeds torch around every call: method code is plain
+torch.
 
 A method that averages one number per client (see ``examples/new_method.py`` for a real one)::
 
@@ -126,7 +127,7 @@ class Method(ABC, Generic[S, C, D, U]):
             yield Exchange(round=index)
 
     def architecture(self, encoder: str) -> str:
-        """The name (see ``nets.build_encoder``) of what :meth:`encoder` gives."""
+        """The name (see ``nn.encoders.build_encoder``) of what :meth:`encoder` gives."""
         return encoder
 
     def local_encoder(self, upload: U, ctx: ServerContext) -> nn.Module | None:  # noqa: ARG002

@@ -90,7 +90,7 @@ def _architecture(settings: Config, method: AnyMethod) -> str:
     if norm == "pn" and not method.pairs_views:
         raise FurlongError(
             f"model.early_norm = pn needs both views of an image in one pass; method "
-            f"{settings.method['name']} encodes them apart. Use gn, or method fedsimclr."
+            f"{settings.method['name']} does not declare pairs_views. Use gn, or method fedsimclr."
         )
     return method.architecture(name if norm == "bn" else f"{name}+{norm}")
 
