@@ -16,7 +16,7 @@ overhead  Seconds per round: the median without the first round. ``training`` is
           (Flower's own FedAvg on NumPy arrays of that size: no furlong, no torch).
 wire      What passes between one node and the SuperLink in a round, counted by a TCP forwarder,
           against the packed payloads.
-accuracy  FedSimCLR on shapes as in tests/test_learning.py, but over a wire inside this process.
+accuracy  FedSimCLR on shapes as in tests/methods/test_learning.py, but over a wire in this process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from furlong.runs.config import from_tree
 FURLONG = [sys.executable, "-m", "furlong.cli"]
 LIMIT = 900.0  # seconds for anything
 WAYS = ("inprocess", "ray", "furlong", "plain", "bare")
-LEARNING: dict[str, Any] = {  # tests/test_learning.py
+LEARNING: dict[str, Any] = {  # tests/methods/test_learning.py
     "data.images": 1500,
     "data.test_images": 1000,
     "clients": 2,

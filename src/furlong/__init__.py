@@ -5,6 +5,7 @@ Names are imported when they are used, so that ``import furlong`` and ``furlong 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from os import PathLike
@@ -81,7 +82,7 @@ def __dir__() -> list[str]:
 
 
 def run(
-    config: dict[str, Any] | None = None,
+    config: Mapping[str, Any] | str | PathLike[str] | None = None,
     *,
     show: Show | None = None,
     **options: Any,
@@ -90,10 +91,13 @@ def run(
 
     ``furlong.run(method="fedu", data="shapes", clients=5, rounds=10, out="runs/mine")``. Keys with
     a section go into ``config``: ``{"optimiser": {"lr": 0.1}, "method": {"threshold": 0.2}}``, or
-    as ``**{"optimiser.lr": 0.1}``.
+    as ``**{"optimiser.lr": 0.1}``. ``config`` may also name a file or a paper's row
+    (``"paper:fedu/table1/cifar10/noniid/resnet18/fedu"``).
     """
-    from furlong.runs.config import from_tree
+    from furlong.runs.config import from_tree, load
 
+    if isinstance(config, str | PathLike):
+        return run_config(load(os.fspath(config), options), show)
     return run_config(from_tree(config or {}, options, "furlong.run"), show)
 
 

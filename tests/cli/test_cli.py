@@ -351,3 +351,19 @@ def test_an_unfinished_run_can_be_evaluated_and_resumed(
     shutil.rmtree(out)
     expected = loop.run(tiny(rounds=1, out=str(tmp_path / "whole"), **{"evaluate.probe": "none"}))
     assert f"{expected.accuracy('knn') * 100:.1f}" in result.out
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("evaluate", "run", "--rounds", "3"), "--rounds"),
+        (("evaluate", "run", "--method.threshold", "0.1"), "--method.threshold"),
+        (("partition", "--optimiser.lr", "0.1"), "--optimiser.lr"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(
+    furlong_: Call, words: tuple[str, ...], option: str
+) -> None:
+    result = furlong_(*words)
+    assert result.code == 2
+    assert f"{option} cannot be given" in result.err

@@ -96,3 +96,9 @@ def test_damaged_results_and_lines_are_named(tmp_path: Path) -> None:
     folder.append({"exchange": 3, "round": 3, "up": 1})
     with pytest.raises(FurlongError, match=r"metrics\.jsonl, line 4,"):
         folder.record.lines()
+
+
+def test_a_damaged_line_costs_no_other(tmp_path: Path) -> None:
+    lines = [b'{"exchange": 0}', b'{"exch\xff', b"[1]", b'{"exchange": 3}', b'{"exchange": 4']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    assert [line["exchange"] for line in RunRecord(tmp_path).raw_lines()] == [0, 3]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from furlong.errors import FurlongError
 from furlong.methods import METHODS
-from furlong.runs.config import SHORT, all_facts, sections
+from furlong.runs.config import SHORT, all_facts, full_name, sections
 from furlong.settings import Fact, facts
 
 Command = Callable[..., None]
@@ -26,9 +27,8 @@ def in_sections(*names: str) -> Choice:
 def with_settings(shown: Choice = lambda *_: True) -> Callable[[Command], Command]:
     """Let a command take settings as options; it gets those that were given as ``settings``.
 
-    Its help shows the settings that are ``shown``; the others are taken too, so that the options of
-    ``furlong run`` can be given to any of these commands. Values stay as they were typed: they are
-    read by ``config.from_tree``, as the values of a file are.
+    Its help shows the settings that are ``shown``; the others have no effect there and are refused.
+    Values stay as they were typed: they are read by ``config.from_tree``, as those of a file are.
     """
 
     def decorate(command: Command) -> Command:
@@ -44,6 +44,7 @@ def with_settings(shown: Choice = lambda *_: True) -> Callable[[Command], Comman
                 if name not in own and name != FIELDS and value is not None
             }
             fields = {f"method.{key}": v for key, v in (options.get(FIELDS) or {}).items()}
+            _refuse({**settings, **fields}, shown, command.__name__)
             command(*arguments, **given, settings={**settings, **fields})
 
         taken = (option for option in _options(shown) if option.name not in own)
@@ -51,6 +52,16 @@ def with_settings(shown: Choice = lambda *_: True) -> Callable[[Command], Comman
         return call
 
     return decorate
+
+
+def _refuse(given: Iterable[str], shown: Choice, command: str) -> None:
+    """A setting that would be passed over is an error: somebody relies on it."""
+    for option in given:
+        name = full_name(option)
+        fact = all_facts().get(name, all_facts()["method.name"])  # a method's own field
+        if not shown(name, fact):
+            words = option.replace("_", "-")
+            raise FurlongError(f"--{words} cannot be given to furlong {command}: see its --help.")
 
 
 def _options(shown: Choice) -> Iterator[inspect.Parameter]:

@@ -33,6 +33,7 @@ def papers(
     as_json
         Print JSON.
     """
+    name = name and name.removeprefix(library.PREFIX)
     if name is None:
         _list_tables(as_json)
     elif library.addresses(f"{name}/*"):

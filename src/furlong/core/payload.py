@@ -54,7 +54,8 @@ def payload(cls: Any, /) -> Any:
     """Make a class a frozen dataclass that can be packed and unpacked.
 
     Files and messages name the class: by module and class, or, as ``@payload("name")``, by a name
-    that stays when the class moves to another module.
+    that stays when the class moves to another module. Some of ours are the names of modules that
+    are gone: files of earlier versions have them.
     """
     if isinstance(cls, str):
         return lambda named: _register(cls, named)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -275,15 +276,13 @@ class RunRecord:
         ]
 
     def raw_lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; a last line cut off by a kill is left out."""
+        """The lines of metrics.jsonl; one that was cut off by a kill, or damaged, is left out."""
         path = self.path / "metrics.jsonl"
         found: list[dict[str, Any]] = []
-        for text in path.read_text().splitlines() if path.exists() else []:
-            try:
+        for text in path.read_bytes().splitlines() if path.exists() else []:
+            with suppress(ValueError, TypeError, KeyError):
                 line = json.loads(text)
                 found.append(dict(line, exchange=int(line["exchange"])))
-            except (ValueError, TypeError, KeyError):
-                break
         return found
 
     def read(self, name: str) -> Any:
