@@ -105,8 +105,7 @@ def resume(
 ) -> Run:
     """Go on with an interrupted run: the result has the same bits as without interruption.
 
-    Only ``workers``, ``device`` (another one rounds differently), ``run.deadline``,
-    ``train.min_clients`` and where the SuperLink is can be given anew.
+    ``overrides`` may hold settings whose facts say ``resume``, and no others.
     """
     path = Path(run_folder)
     for name in overrides or {}:
