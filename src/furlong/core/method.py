@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from torch import nn
 
-from furlong.core.context import ClientContext, Exchange, ServerContext, Setup
+from furlong.core.context import Batch, ClientContext, Exchange, ServerContext, Setup
 from furlong.core.payload import payload
 from furlong.core.weights import BatchNormPolicy
 from furlong.settings import check, setting
@@ -133,6 +133,13 @@ class Method(ABC, Generic[S, C, D, U]):
     def local_encoder(self, upload: U, ctx: ServerContext) -> nn.Module | None:  # noqa: ARG002
         """The encoder inside one client's upload, if there is one; for measuring."""
         return None
+
+    def explain(self, server: S, batch: Batch, ctx: ServerContext) -> dict[str, float]:  # noqa: ARG002
+        """Numbers for the log that tell why a run learns or fails; ``batch`` has labels.
+
+        For measuring only: nothing that trains may see them.
+        """
+        return {}
 
     def outline(self, server: S | None, cohort: list[int], ctx: ServerContext) -> S:  # noqa: ARG002
         """A state of the size that the server's has after ``ctx.exchange`` (``None``: at first).

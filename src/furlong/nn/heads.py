@@ -50,14 +50,17 @@ HEADS: dict[str, Callable[[int], nn.Sequential]] = {
 def head(name: str, in_dim: int) -> nn.Sequential:
     """A projector or predictor B×``in_dim`` to B×``head_dim``, with fresh weights.
 
-    ``name`` is a key of ``HEADS``, or ``mlp:HIDDEN:OUT`` for Linear, BN, ReLU, Linear.
+    ``name`` is a key of ``HEADS``, or ``mlp:HIDDEN:…:OUT``: linear layers with BN and ReLU between
+    them, and with ``:bn`` behind it a BN at the end.
     """
     if name in HEADS:
         return HEADS[name](in_dim)
-    kind, *sizes = name.split(":")
-    if kind == "mlp" and len(sizes) == 2 and all(s.isdecimal() and int(s) > 0 for s in sizes):
-        return _mlp(in_dim, *map(int, sizes))
-    raise FurlongError(f"Unknown head {name!r}. {nearest(name, [*HEADS, 'mlp:HIDDEN:OUT'])}")
+    kind, *sizes = name.removesuffix(":bn").split(":")
+    if kind == "mlp" and len(sizes) >= 2 and all(s.isdecimal() and int(s) > 0 for s in sizes):
+        end = nn.BatchNorm1d(int(sizes[-1])) if name.endswith(":bn") else None
+        return _mlp(in_dim, *map(int, sizes), end=end)
+    forms = [*HEADS, "mlp:HIDDEN:OUT", "mlp:HIDDEN:OUT:bn"]
+    raise FurlongError(f"Unknown head {name!r}. {nearest(name, forms)}")
 
 
 def head_dim(module: nn.Module) -> int:

@@ -52,6 +52,13 @@ class DataSettings:
     test_images: int | None = setting(
         None, "Use at most this many test images.", table=True, agree=False
     )
+    validation: bool = setting(
+        False,
+        "Test on images held out of the training images (test_images of them, else a tenth) and "
+        "leave the test split alone: for choosing settings.",
+        table=True,
+        agree=False,
+    )
     image_size: int | None = setting(
         None, "Pixels of a side that images are brought to; none: as they are.", table=True
     )

@@ -15,7 +15,7 @@ from furlong.runs.config import Config
 from furlong.seeding import seed_of, shuffled
 
 HOLDOUT = 0.1  # of a labelled set that has no test split
-NO_SPLIT = "no test split"
+HELD_OUT = "random images are held out for evaluation"
 SITES = "sites"  # the data's name when every node brings its own images
 
 
@@ -50,6 +50,8 @@ def load_data(
         notes.append("the images have no labels: no accuracy will be measured")
         return train, None, notes
     try:
+        if own.data.validation:
+            raise NoSplit
         size = train.size[0]
         test = data.load(d.name, "test", limit=d.test_images, **(options | {"image_size": size}))
     except NoSplit:
@@ -58,7 +60,10 @@ def load_data(
             train = data.load(d.name, "train", limit=own.data.images, **options)
         order = shuffled(len(train), own.run.seed, "holdout")
         cut = max(1, int(HOLDOUT * len(train)))
-        notes.append(f"{NO_SPLIT}: {cut} random images are held out for evaluation")
+        if own.data.validation and own.data.test_images:
+            cut = min(own.data.test_images, len(train) - 1)
+        why = "data.validation" if own.data.validation else "no test split"
+        notes.append(f"{why}: {cut} {HELD_OUT}")
         rest = order[cut:] if d.images == own.data.images else order[cut:][: d.images]
         test, train = train.subset(order[:cut][: d.test_images]), train.subset(rest.sort()[0])
     return train, test, notes

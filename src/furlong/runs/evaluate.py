@@ -27,7 +27,7 @@ from furlong.nn.devices import pick_device
 from furlong.nn.encoders import build_encoder
 from furlong.runs import checkpoint, config
 from furlong.runs.config import Config, DataSettings
-from furlong.runs.datasets import NO_SPLIT, absolute, grouping, load_data
+from furlong.runs.datasets import HELD_OUT, absolute, grouping, load_data
 from furlong.runs.encoders import about as described
 from furlong.runs.encoders import encoders, who
 from furlong.runs.finetune import ClientImages, Federated
@@ -173,7 +173,7 @@ class Bench:
                 groups = None  # those of the run's own set
             data = replace(data, partition="iid", group_by=groups)
         images, notes = self._read(data)
-        self.held_out = any(note.startswith(NO_SPLIT) for note in notes)
+        self.held_out = any(HELD_OUT in note for note in notes)
         if not split:
             return images
         seed = own.run.seed if own is not None and self._is_own(data.name) else None

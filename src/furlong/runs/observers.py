@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from furlong.core.context import Exchange
+from furlong.core.context import Batch, Exchange
 from furlong.core.exchange import Engine, ExchangeResult
 from furlong.core.method import Report
 from furlong.errors import FurlongError
@@ -26,7 +26,7 @@ from furlong.evaluation.quality import Quality, quality, sample
 from furlong.runs import checkpoint
 from furlong.runs.encoders import encoders
 from furlong.runs.prepare import Prepared
-from furlong.seeding import seed_of, shuffled, threads
+from furlong.seeding import seed_of, shuffled, threads, with_seed
 
 QUALITY = tuple(field.name for field in fields(Quality))
 SAMPLE = 1000  # images for the quality: the rank of n images is at most n
@@ -116,6 +116,7 @@ class Monitor:
         every = self._settings.knn_every or max(1, event.total // 20)
         if event.last or event.done % every == 0:
             event.line.update(self.measure(encoders(self._prepared, event.result.server)))
+            event.line.update(self._reasons(event))
 
     def measure(self, found: Mapping[str, nn.Module]) -> dict[str, float]:
         """Means over the encoders, for the log; nothing of what cannot be measured."""
@@ -149,6 +150,20 @@ class Monitor:
         each = {name: quality(one, self._pixels, views, seed) for name, one in found.items()}
         self._warn(each)
         return [asdict(one) for one in each.values()]
+
+    def _reasons(self, event: Event) -> dict[str, float]:
+        """What the method says of itself, from labelled images."""
+        images = self._images
+        if images.test is None or images.test.labels is None:
+            return {}
+        setup, server = self._prepared.setup, self._prepared.server
+        rows = shuffled(len(images.test), setup.seed, "explain")[:SAMPLE]
+        pixels, labels = images.test.pixels[rows], images.test.labels[rows]
+        batch = Batch(pixels.to(setup.device), rows, labels.to(setup.device), setup.augment)
+        seed = seed_of(setup.seed, "explain") % 2**31
+        with with_seed(seed, setup.device), threads(self._prepared.workers), torch.no_grad():
+            ctx = server.context(event.result.exchange)
+            return self._prepared.method.explain(event.result.server, batch, ctx)
 
     def _warn(self, found: Mapping[str, Quality]) -> None:
         collapsed = [name for name, one in found.items() if one.collapsed]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from furlong.core.context import ClientContext, Context, Exchange, ServerContext, Setup
+from furlong.core.context import Batch, ClientContext, Context, Exchange, ServerContext, Setup
 from furlong.core.method import AnyMethod, Local, Method
 
 S = TypeVar("S")
@@ -81,3 +81,8 @@ class Wrapping(Method[S, Any, Any, Any]):
     def local_encoder(self, upload: Any, ctx: ServerContext) -> nn.Module | None:
         """As the method does."""
         return self.inner.local_encoder(upload, ctx)
+
+    def explain(self, server: S, batch: Batch, ctx: ServerContext) -> dict[str, float]:
+        """The method's, for the first client if there is one for each."""
+        first = min(ctx.setup.sizes)
+        return self.inner.explain(self.state_of(server, first), batch, self.seen_by(ctx, first))
