@@ -7,7 +7,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.cli.run import run
+from furlong.core.context import OptimiserSettings
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.methods.fedsimclr import FedSimCLR
@@ -370,13 +371,45 @@ def test_dates_are_no_values() -> None:
 
 def test_a_small_encoder_gets_small_heads_unless_they_are_given() -> None:
     small, large = options(encoder="small"), options(encoder="resnet18")
-    assert small.method["projection_head"] == "small_proj"
-    assert small.method["prediction_head"] == "small_pred"
+    assert small.method["projection_head"] == "mlp:256:128:bn"
+    assert small.method["prediction_head"] == "mlp:256:128"
     assert large.method["projection_head"] == "easyfl_proj"
     mine = options(encoder="small", method__projection_head="easyfl_proj")
     assert mine.method["projection_head"] == "easyfl_proj"
-    assert mine.method["prediction_head"] == "small_pred"
+    assert mine.method["prediction_head"] == "mlp:256:128"
     assert mine.make_method().projection_head == "easyfl_proj"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_usual_settings_give_way_to_files_and_options(method: str) -> None:
+    """Every setting that a class calls usual exists, is taken, and can be changed."""
+    row = METHODS[method]
+    small = {f"method.{key}": value for key, value in row.cls.usual_small.items()}
+    usual = {**row.cls.usual, **small} | {f"method.{k}": v for k, v in row.fields.items()}
+    found = asdict(options(method=method))
+    assert {name: found[name.split(".")[0]][name.split(".")[1]] for name in usual} == usual
+    tree = {"method": {"name": method}, "optimiser": {"lr": 0.5}, "train": {"batch_size": 7}}
+    file = from_tree(tree, {}, "file")
+    assert (file.optimiser.lr, file.train.batch_size) == (0.5, 7)
+    assert file.optimiser.name == row.cls.usual["optimiser.name"]
+    assert options(method=method, optimiser__lr="0.25").optimiser.lr == 0.25
+
+
+def test_the_rate_of_another_optimiser_is_not_the_usual_one() -> None:
+    sgd, decoupled = options(optimiser__name="lars"), options(optimiser__name="adamw")
+    assert sgd.optimiser == OptimiserSettings(name="lars")
+    method = options().method["name"]
+    usual = METHODS[method].cls.usual
+    if usual["optimiser.name"] == "adam":
+        assert decoupled.optimiser.lr == usual["optimiser.lr"]
+
+
+def test_own_heads_beside_the_small_encoder_stay(own: Callable[[str], str]) -> None:
+    """A class of a user's own that says nothing of the small encoder keeps its heads."""
+    found = options(
+        method=own(PLAIN.replace("    kind:", "    usual_small = {}\n    kind:")), encoder="small"
+    )
+    assert found.method["projection_head"] == "proj_128"
 
 
 def test_every_field_is_written_out_in_order() -> None:
@@ -422,7 +455,7 @@ def test_a_users_method(own: Callable[[str], str], future: str, tmp_path: Path) 
     method: Any = found.make_method()
     assert isinstance(method, FedSimCLR)
     assert (method.kind, method.amount, method.temperature) == ("b", 3, 0.2)
-    assert found.method["projection_head"] == "small_proj"
+    assert found.method["projection_head"] == "mlp:256:128:bn"
     with pytest.raises(FurlongError, match="Valid: a, b"):
         options(method=name, method__kind="c")
     with pytest.raises(FurlongError, match="'amount'"):

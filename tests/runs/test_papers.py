@@ -205,7 +205,7 @@ def test_small_budget_by_options() -> None:
     """The same row at a small budget: a small encoder takes small heads unless one is named."""
     address = "fedu/table1/cifar10/noniid/resnet18/fedu"
     small = load(address, encoder="small", rounds=2).method
-    assert (small["projection_head"], small["prediction_head"]) == ("small_proj", "small_pred")
+    assert (small["projection_head"], small["prediction_head"]) == ("mlp:256:128:bn", "mlp:256:128")
     named = load(address, encoder="small", **{"method.projection_head": "proj_128"}).method
     assert named["projection_head"] == "proj_128"
     assert load(address).method["projection_head"] == "easyfl_proj"

@@ -36,7 +36,9 @@ class Exchange:
 class OptimiserSettings:
     """How clients train; the optimiser is made anew every round (its moments start at zero)."""
 
-    name: Literal["sgd", "adam", "lars"] = setting("sgd", "The clients' optimiser.")
+    name: Literal["sgd", "adam", "adamw", "lars"] = setting(
+        "sgd", "The clients' optimiser; adam adds weight decay to the gradient, adamw does not."
+    )
     lr: float = setting(0.032, "Its learning rate.", above=0)
     momentum: float = setting(0.9, "Momentum of sgd and lars.", at_least=0, below=1)
     weight_decay: float = setting(5e-4, "Its weight decay.", at_least=0)
@@ -109,8 +111,9 @@ class Optimiser:
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimiserSettings, lr: float):
         trainable = [p for p in parameters if p.requires_grad]
-        if settings.name == "adam":
-            self.torch: torch.optim.Optimizer = torch.optim.Adam(
+        if settings.name in ("adam", "adamw"):
+            kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
+            self.torch: torch.optim.Optimizer = kind(
                 trainable, lr, weight_decay=settings.weight_decay, fused=True
             )
         elif settings.name == "lars":

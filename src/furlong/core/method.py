@@ -25,7 +25,7 @@ A method that averages one number per client (see ``examples/new_method.py`` for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -66,6 +66,14 @@ Reports: TypeAlias = Iterable[Report[U]]
 """The answers of an exchange, in client order. They can be read once: reading starts the work."""
 
 
+USUAL: Mapping[str, Any] = {
+    "train.batch_size": 64,
+    "optimiser.name": "adam",
+    "optimiser.lr": 0.002,
+    "optimiser.weight_decay": 0.0,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC, Generic[S, C, D, U]):
     """A federated algorithm."""
@@ -74,6 +82,10 @@ class Method(ABC, Generic[S, C, D, U]):
     needs_labels: ClassVar[bool] = False  # otherwise labels are stripped before a client sees data
     needs_public: ClassVar[bool] = False  # images that the server may see
     pairs_views: ClassVar[bool] = False  # both views go through the encoder in one pass
+    # settings by section.key that a run has where neither a file nor an option says another; a
+    # user who names only the method gets them (how they were chosen: docs/results.md)
+    usual: ClassVar[Mapping[str, Any]] = USUAL
+    usual_small: ClassVar[Mapping[str, Any]] = {}  # its own fields beside the encoder "small"
     usual_augment: ClassVar[str] = "fedu"  # the preset that data.augment = "auto" stands for
     keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
     leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal

@@ -102,6 +102,7 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         "no encryption: Carlini et al. broke it in 2020 (arXiv 2011.05315). It guarantees nothing. "
         'Off: encoding = "none"; nothing but weights is shared with fusion = false.'
     )
+    usual_small = {"projection_head": "mlp:256:128"}
 
     bank: int = setting(4096, "The number K of features that a client keeps.", at_least=1)
     decay: float = setting(0.99, "The decay m of the key network.", at_least=0, at_most=1)

@@ -65,6 +65,7 @@ class FedAE(OneNetwork):
         "gets a representation as well can look at the image. There is no formal privacy guarantee."
     )
     usual_augment = "flip"
+    usual_small = {"decoder_width": 64}
 
     decoder_width: int = setting(512, "The decoder's channels at its start.", at_least=8)
 

@@ -41,6 +41,7 @@ class FedDC(Projecting, OneModel[None]):
     paper = "Caron et al. 2020 (DeepCluster-v2), averaged as in McMahan et al. 2017"
     pairs_views = True
     leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    usual_small = {"projection_head": "mlp:256:128"}
 
     heads: int = setting(3, "How many clusterings H there are.", at_least=1)
     prototypes: int = setting(3000, "The most clusters P of one of them.", at_least=2)

@@ -40,6 +40,7 @@ class FedEMA(Byol[State | None]):
     paper = "Zhuang, Wen, Zhang, Divergence-aware Federated Self-Supervised Learning, ICLR 2022"
     keeps = "online and target encoder, predictor, last divergence, scale λ"
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+    usual_small = {"projection_head": "mlp:256:128:bn", "prediction_head": "mlp:256:128"}
 
     tau: float = setting(0.7, "The μ of a client's first blend, with autoscale.", above=0)
     autoscale: bool = setting(True, "Choose λ for each client at its first divergence, by tau.")

@@ -53,6 +53,7 @@ class FedMoCo(Projecting, Averaging[Nets, Queue]):
         'Weights of the query network, and with key_update = "aggregate" of the key network. '
         f"{WEIGHTS_REVEAL}"
     )
+    usual_small = {"projection_head": "mlp:256:128"}
 
     bank: int = setting(4096, "The number K of keys that a client keeps.", at_least=1)
     decay: float = setting(0.99, "The decay m of the key network.", at_least=0, at_most=1)

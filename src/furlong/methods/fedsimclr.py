@@ -30,6 +30,7 @@ class FedSimCLR(Projecting, OneNetwork):
     paper = "Chen et al. 2020 (SimCLR), averaged as in McMahan et al. 2017"
     pairs_views = True
     leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    usual_small = {"projection_head": "mlp:256:128:bn"}
 
     temperature: float = setting(0.5, "The temperature τ of the loss.", above=0)
     projection_head: str = named_head("proj_128")

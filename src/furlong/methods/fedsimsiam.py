@@ -23,6 +23,7 @@ class FedSimSiam(WithPredictor, OneNetwork):
 
     paper = "Chen & He 2021 (SimSiam), averaged as in McMahan et al. 2017"
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+    usual_small = {"projection_head": "mlp:256:128:bn", "prediction_head": "mlp:256:128"}
 
     # easyfl_proj (no BN at its end) and easyfl_pred to compare with FedU
     projection_head: str = named_head("simsiam_proj")

@@ -46,6 +46,7 @@ class FedSwAV(Projecting, Averaging[Prototyped, None]):
     paper = "Caron et al. 2020 (SwAV), averaged as in McMahan et al. 2017"
     pairs_views = True
     leaves = f"Encoder, projector and prototype weights. {WEIGHTS_REVEAL}"
+    usual_small = {"projection_head": "mlp:256:128"}
 
     prototypes: int = setting(300, "The prototypes P (the paper: 3,000).", at_least=1)
     epsilon: float = setting(0.05, "The temperature ε of Sinkhorn's assignments.", above=0)

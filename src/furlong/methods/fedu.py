@@ -48,6 +48,7 @@ class FedU(Byol[State | None]):
         "FedBYOL: target), and how far its encoder moved last"
     )
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+    usual_small = {"projection_head": "mlp:256:128:bn", "prediction_head": "mlp:256:128"}
 
     aggregate_from: Literal["online", "target"] = setting(
         "online", "Which of a client's encoders the server averages."

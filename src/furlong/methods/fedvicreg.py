@@ -28,6 +28,7 @@ class FedVICReg(Projecting, OneNetwork):
 
     paper = "Bardes et al. 2022 (VICReg), averaged as in McMahan et al. 2017"
     leaves = f"Encoder and expander weights. {WEIGHTS_REVEAL}"
+    usual_small = {"projection_head": "mlp:256:128"}
 
     invariance: float = setting(25.0, "The weight λ of the invariance term.", at_least=0)
     variance: float = setting(25.0, "The weight μ of the variance term.", at_least=0)

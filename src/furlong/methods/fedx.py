@@ -32,6 +32,7 @@ class FedX(WithPredictor, OneModel[None]):
         "ECCV 2022"
     )
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+    usual_small = {"projection_head": "mlp:256:128", "prediction_head": "mlp:256:128"}
 
     temperature: float = setting(0.1, "The temperature of the losses.", above=0)
     local_temperature: float = setting(

@@ -74,6 +74,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         "other groups. "
         "Refreshing the views every epoch costs more traffic than averaging whole encoders."
     )
+    usual_small = {"projection_head": "mlp:256:256:128:bn"}
 
     representation: Literal["rep32", "rep16"] = setting(
         "rep32", "Representations with the sides of the image, or with half of them."

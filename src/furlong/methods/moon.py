@@ -34,6 +34,7 @@ class MOON(Projecting, OneModel[Model | None]):
     keeps = "its last local model"
     leaves = f"Encoder, projector and classifier weights, never labels. {LABELS_REVEAL}"
     usual_augment = "flip_crop"
+    usual_small = {"projection_head": "mlp:256:128"}
 
     mu: float = setting(5.0, "The weight μ of the contrastive term.", at_least=0)
     temperature: float = setting(0.5, "The temperature τ of the contrastive term.", above=0)

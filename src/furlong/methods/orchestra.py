@@ -92,6 +92,7 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         "Clusters are only about equal in size: a centroid can stand for one image, and does when "
         "a client has hardly more images than local clusters."
     )
+    usual_small = {"projection_head": "mlp:256:128:bn"}
 
     temperature: float = setting(0.1, "The temperature T of the assignments.", above=0)
     decay: float = setting(0.996, "The decay m of the target network.", at_least=0, at_most=1)

@@ -289,13 +289,6 @@ class Config:
         return tomli_w.dumps(without_none(asdict(self)))
 
 
-SMALL_HEADS = {
-    "projection_head": "small_proj",
-    "prediction_head": "small_pred",
-    "decoder_width": 64,
-}
-
-
 @cache
 def sections() -> dict[str, type]:
     """The tables of a file and their classes, in order."""
@@ -363,12 +356,14 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
         for row in (METHODS.get(str(old.get("name"))), METHODS.get(str(other))):
             for key in row.server if row else ():  # as is what its name says of the server
                 merged.get("server", {}).pop(key, None)
+    row = method_row(str(other or merged.get("method", {}).get("name", MethodSettings().name)))
     if overrides.get("encoder", overrides.get("model.encoder")) == "small":
-        for key in SMALL_HEADS:  # the file's are for a larger encoder
+        for key in row.cls.usual_small:  # the file's are for a larger encoder
             merged.get("method", {}).pop(key, None)
     for name, value in overrides.items():
         section, _, key = full_name(name).partition(".")
         merged.setdefault(section, {})[key] = value
+    _fill_usual(merged, row)
     method = {**asdict(MethodSettings()), **merged.get("method", {})}
     merged["server"] = _resolve_server(str(method["name"]), merged.get("server", {}), where)
     parts: dict[str, Any] = {
@@ -376,7 +371,7 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
         for section, cls in known.items()
         if section != "method"
     }
-    config = Config(method=_resolve_method(method, parts["model"].encoder, where), **parts)
+    config = Config(method=_resolve_method(method, where), **parts)
     _check(config)
     return config
 
@@ -406,16 +401,26 @@ def method_row(name: str) -> Row:
     return METHODS[name]
 
 
-def _resolve_method(given: dict[str, Any], encoder: str, where: str) -> dict[str, Any]:
+def _fill_usual(merged: dict[str, dict[str, Any]], row: Row) -> None:
+    """What nobody has said is as the method is usually run; its name comes before its class."""
+    usual = {**row.cls.usual, **{f"method.{key}": value for key, value in row.fields.items()}}
+    if merged.get("model", {}).get("encoder", ModelSettings().encoder) == "small":
+        usual |= {f"method.{key}": value for key, value in row.cls.usual_small.items()}
+    # the rate of one optimiser means nothing to another
+    own = str(usual.get("optimiser.name")).removesuffix("w")
+    another = str(merged.get("optimiser", {}).get("name", own)).removesuffix("w") != own
+    for name, value in usual.items():
+        section, _, key = name.partition(".")
+        if not (section == "optimiser" and another):
+            merged.setdefault(section, {}).setdefault(key, value)
+
+
+def _resolve_method(given: dict[str, Any], where: str) -> dict[str, Any]:
     """The method's name and all its fields, written out."""
     name = str(given.pop("name"))
-    row = method_row(name)
-    known = [fact.name for fact in facts(row.cls)]
-    defaults = dict(row.fields)
-    if encoder == "small":  # the papers' heads are forty times larger than this encoder
-        defaults |= {key: value for key, value in SMALL_HEADS.items() if key in known}
-    method = build(row.cls, {**defaults, **given}, "method", where)
-    return {"name": name, **{f: getattr(method, f) for f in known}}
+    cls = method_row(name).cls
+    method = build(cls, given, "method", where)
+    return {"name": name, **{fact.name: getattr(method, fact.name) for fact in facts(cls)}}
 
 
 def _resolve_server(name: str, given: dict[str, Any], where: str) -> dict[str, Any]:
