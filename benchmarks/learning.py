@@ -14,6 +14,7 @@ images held out of the training images. All others have seeds 0 to 2 and the tes
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -37,6 +38,7 @@ METHODS = (
     *("fedswav", "feddc", "orchestra", "fedrot", "fedae", "mfcl"),
 )
 SUPERVISED = ("fedavg", "fedprox", "moon")
+HELD = "held-out"  # public images: CIFAR-10 training images that no client of any seed holds
 Options = dict[str, Any]
 
 
@@ -91,8 +93,120 @@ def parts() -> dict[str, Part]:
 
 
 def claims() -> dict[str, Part]:
-    """The papers' claims, each in conditions in which it can show."""
-    return {}
+    """The papers' claims, in conditions in which they can show (155 steps per round)."""
+    long = {**TABLE, **QUIET, "rounds": 6, "epochs": 5, "batch-size": 64, "run.save-every": 1}
+    fedca = {"method": "fedca", "public": HELD}
+    adam = {"optimiser.name": "adam", "optimiser.lr": 0.001, "optimiser.weight-decay": 1e-6}
+    half = {"method.temperature": 0.5, "method.projection-head": "mlp:256:128"}
+    intervals = {f"{r} × {e}": {"rounds": r, "epochs": e} for r, e in ((20, 1), (4, 5), (2, 10))}
+    fcl = {"method": "fcl", "method.bank": 1024, "method.temperature": 0.1}
+    cl = {**fcl, "method.fusion": "false", "method.matching": 0}
+    table4 = {
+        "FedU, μ 0.4": {"method.predictor": "dapu", "method.threshold": 0.4},
+        "FedU, μ relative": {"method.predictor": "dapu", "method.threshold-kind": "relative"},
+        "online, online, global (FedBYOL)": {"method.predictor": "global"},
+        "online, online, local": {"method.predictor": "local"},
+        "online, both, global": {"method.predictor": "global", "method.update": "both"},
+        "online, target, global": {"method.predictor": "global", "method.update": "target"},
+        "target, target, global": {
+            "method.predictor": "global",
+            "method.update": "target",
+            "method.aggregate-from": "target",
+        },
+        "target, both, global": {
+            "method.predictor": "global",
+            "method.update": "both",
+            "method.aggregate-from": "target",
+        },
+    }
+    mfcl = {**CIFAR, **QUIET, "method": "mfcl"}
+    untrained = {"method.sensor-rounds": 0}
+    simclr = {"method": "fedsimclr"}
+    return {
+        "fedca": Part(
+            "Figure 5, 155 steps per round, six rounds; τ 0.5, Adam 1e-3, decay 1e-6",
+            {**long, **adam, **half},
+            {
+                "(i) FedSimCLR": simclr,
+                "(i) one-sided": {"method": "fedca", "method.dictionary": 0, "method.alignment": 0},
+                "(ii) alignment": {**fedca, "method.dictionary": 0},
+                "(iii) dictionary": {
+                    "method": "fedca",
+                    "method.ensembling": 0,
+                    "method.alignment": 0,
+                },
+                "(iv) dictionary, ensembling": {"method": "fedca", "method.alignment": 0},
+                "(v) all": fedca,
+                "(v) K=256": {**fedca, "method.dictionary": 256},
+                "(v) without own rows": {**fedca, "method.exclude-own": "true"},
+            },
+            against="(i) FedSimCLR",
+            pairs=(
+                ("(v) all", "(ii) alignment"),
+                ("(v) K=256", "(ii) alignment"),
+                ("(v) without own rows", "(ii) alignment"),
+                ("(ii) alignment", "(i) one-sided"),
+                ("(iv) dictionary, ensembling", "(iii) dictionary"),
+            ),
+        ),
+        "fedca-refresh": Part(
+            "how often the dictionary is made anew, at equal steps (rounds × epochs)",
+            {**long, **adam, **half},
+            {
+                **{f"FedCA {name}": {**fedca, **how} for name, how in intervals.items()},
+                **{f"FedSimCLR {name}": {**simclr, **how} for name, how in intervals.items()},
+            },
+            pairs=tuple((f"FedCA {name}", f"FedSimCLR {name}") for name in intervals),
+        ),
+        "fcl": Part(
+            "Figure 5, 155 steps per round, six rounds; τ 0.1, bank 1,024, matching from round 2",
+            long,
+            {
+                "CL, iid": {**cl, "partition": "iid"},
+                "CL, one class per client": {**cl, "partition": "classes:1", "clients": 10},
+                "CL": cl,
+                **{
+                    f"CL+FF{'+NM' if matching else ''}, {encoding}": {
+                        **fcl,
+                        "method.encoding": encoding,
+                        **({"method.matching-from": 2} if matching else {"method.matching": 0}),
+                    }
+                    for encoding in ("none", "inside")
+                    for matching in (False, True)
+                },
+            },
+            against="CL",
+        ),
+        "fedu": Part(
+            "Table 4 (aggregated, overwritten, predictor) and DAPU; one local epoch, as there",
+            {**CIFAR, **QUIET, "rounds": 40, "method": "fedu"},
+            table4,
+            against="online, online, global (FedBYOL)",
+            pairs=(("FedU, μ relative", "online, online, local"),),
+        ),
+        "mfcl": Part(
+            "Table 2's norms, with a trained and with an untrained sensor",
+            mfcl,
+            {
+                "pn": {},
+                "gn": {"method.norm": "gn"},
+                "bn": {"method.norm": "bn"},
+                "none": {"method.norm": "none"},
+                "pn, untrained": untrained,
+                "gn, untrained": {**untrained, "method.norm": "gn"},
+                "none, untrained": {**untrained, "method.norm": "none"},
+                "pn, views encoded together": {"method.pair-codes": "true"},
+            },
+            against="gn",
+            pairs=(("pn", "pn, untrained"), ("none", "none, untrained")),
+        ),
+        "mfcl-table7": Part(
+            "norms after the first two convolutions of FedSimCLR's encoder",
+            {**CIFAR, **QUIET, **simclr},
+            {norm: {"model.early-norm": norm} for norm in ("bn", "gn", "pn")},
+            against="gn",
+        ),
+    }
 
 
 # ---------------------------------------------------------------- running
@@ -112,7 +226,36 @@ def command(place: Path, options: Options, seed: int, root: str) -> list[str]:
     given = {**options, "seed": seed, "workers": 1, "train.server-threads": 1, "out": place}
     if given.get("data", "shapes") != "shapes":
         given["data.root"] = root
+    if given.get("public") == HELD:
+        given["public"] = f"parquet:{public(place.parent.parent, given['data.images'], root)}"
     return ["run", *(str(word) for key, value in given.items() for word in (f"--{key}", value))]
+
+
+def public(out: Path, images: int, root: str, count: int = 3200) -> Path:
+    """A parquet file of training images that are in no seed's sample, in place of STL-10."""
+    path = out / f"public-{images}.parquet"
+    if not path.exists():
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+        import torch
+        from PIL import Image
+
+        from furlong.data.images import load
+
+        used = set()
+        for seed in range(3):
+            sample = load("cifar10", "train", root=root, limit=images, seed=seed)
+            used |= {image.numpy().tobytes() for image in sample.pixels}
+        whole = load("cifar10", "train", root=root)
+        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(1)).tolist()
+        free = [i for i in order if whole.pixels[i].numpy().tobytes() not in used][:count]
+        encoded = []
+        for i in free:
+            buffer = io.BytesIO()
+            Image.fromarray(whole.pixels[i].permute(1, 2, 0).numpy()).save(buffer, "PNG")
+            encoded.append({"bytes": buffer.getvalue(), "path": None})
+        pq.write_table(pa.table({"image": encoded}), path)
+    return path
 
 
 def numbers(place: Path) -> dict[str, Any]:

@@ -96,6 +96,8 @@ def _one_method(name: str, encoder: str, as_json: bool) -> None:
         console.print(f"stands for: --server.{setting} {value}", markup=False)
     if e.needs != "nothing":
         console.print(f"needs: {e.needs}", markup=False)
+    usual = ", ".join(f"{setting} {value}" for setting, value in e.usual.items())
+    console.print(f"usually run with: {usual}", markup=False)
     table = Table("field", "default", "type", "", title="fields (--method.FIELD)")
     table.title_justify = "left"
     for o in e.options:

@@ -38,6 +38,7 @@ class Entry:
     leaves: str
     caution: str
     server: dict[str, Any]  # what the name stands for besides: --server.KEY
+    usual: dict[str, Any]  # training settings by section.key that a run has by itself
     options: tuple[Option, ...]
 
 
@@ -60,6 +61,8 @@ def entry(name: str, encoder: str = "resnet18") -> Entry:
         cls.leaves,
         cls.caution,
         dict(row.server),
+        {key: value for key, value in cls.usual.items() if not key.startswith("method.")}
+        | {"data.augment": cls.usual_augment},
         options,
     )
 
@@ -72,9 +75,11 @@ _HEAD = """# Methods
 
 Every method is one file under `src/furlong/methods/`. *Bytes* are the uploads of one of five
 clients with 1,000 images of 32 pixels each, per exchange, with a ResNet-18; `furlong cost CONFIG`
-predicts a whole run. Any averaging method combines with any rule of the server (`--server.rule`,
-see [guide.md](guide.md)) and with both bounds (`--bound single`, `--bound pooled`). What uploads
-can reveal is in [privacy.md](privacy.md).
+predicts a whole run. *Usually run with* is what a run has that names only the method; files and
+options come first. Defaults of options are those beside a ResNet-18; `furlong methods NAME
+--encoder small` has those beside the small encoder. Any averaging method combines with any rule of
+the server (`--server.rule`, see [guide.md](guide.md)) and with both bounds (`--bound single`,
+`--bound pooled`). What uploads can reveal is in [privacy.md](privacy.md).
 """
 
 
@@ -101,6 +106,7 @@ def _section(e: Entry) -> str:
         for o in e.options
     ]
     caution = [f"\n**Criticism.** {e.caution}"] if e.caution else []
+    usual = ", ".join(f"`--{name.replace('_', '-')} {value}`" for name, value in e.usual.items())
     stands = [f"Stands for `--server.{key} {value}`.\n" for key, value in e.server.items()]
     return "\n".join(
         [
@@ -108,6 +114,7 @@ def _section(e: Entry) -> str:
             *stands,
             f"**Leaves the client.** {e.leaves}",
             *caution,
+            f"\n**Usually run with** {usual}",
             "",
             *table,
             "",
@@ -126,7 +133,8 @@ Every key of a configuration file is an option of `furlong run` too: `[train] ro
 [methods.md](methods.md). *Role* says what a setting can change: a **result** (the weights or what
 is measured of them, in the last bit), the **place** where and by which machinery it is computed, or
 how closely one **watches**. Runs that differ in *result* settings are different rows of a table.
-Settings with *resume* may be given anew to `furlong resume`.
+Settings with *resume* may be given anew to `furlong resume`. Where a method's class names a usual
+value ([methods.md](methods.md)), that comes before the default of this page.
 """
 
 

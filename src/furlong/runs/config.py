@@ -118,7 +118,7 @@ class ModelSettings:
 class TrainSettings:
     """How long, and with how many."""
 
-    rounds: int = setting(20, "Rounds of communication.", short="rounds", table=True, at_least=1)
+    rounds: int = setting(40, "Rounds of communication.", short="rounds", table=True, at_least=1)
     epochs: int = setting(1, "Local epochs per round.", short="epochs", table=True, at_least=1)
     batch_size: int = setting(128, "Local batch size.", short="batch_size", at_least=2)
     fraction: float = setting(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from furlong.core.context import Setup, Shard
+from furlong.core.context import Setup
 from furlong.core.exchange import AnyServer, Server
 from furlong.core.federation import Federation
 from furlong.core.guard import Guard
@@ -23,6 +23,8 @@ from furlong.runs.datasets import SITES, absolute, load_data, load_public
 from furlong.runs.nodes import Members, own_size
 from furlong.runs.parties import augmentation, parties, setup_of
 from furlong.runs.split import split_data
+
+DRAWN = "shapes"  # public images where none are named: they need no files
 
 
 @dataclass
@@ -93,11 +95,18 @@ def prepare(settings: Config, *, training: bool = True, members: Members | None 
     if members is not None:
         _refuse_without_images(settings, method)
         settings = replace(settings, data=replace(settings.data, partition=SITES))
+    if method.needs_public and settings.data.public is None:
+        settings = replace(settings, data=replace(settings.data, public=DRAWN))
+        notes.append(
+            f"method {settings.method['name']} needs public images and none were named: drawn "
+            "figures (shapes) take their place. Give --public NAME, e.g. stl10 or folder:PATH, for "
+            "images like the clients'"
+        )
     setup = setup_of(settings, method, federation)
     server = Server(
         method,
         setup,
-        _public(settings, method, train) if training else None,
+        load_public(settings, train) if training and settings.data.public else None,
         settings.train.fraction,
         Guard(sizes=setup.sizes),
         folder=Path(settings.run.out) / "server" if settings.run.out else None,
@@ -121,17 +130,6 @@ def resolved(settings: Config, method: AnyMethod, clients: int | None) -> Config
             clients=clients,
         ),
     )
-
-
-def _public(settings: Config, method: AnyMethod, train: ImageSet) -> Shard | None:
-    if settings.data.public:
-        return load_public(settings, train)
-    if method.needs_public:
-        raise FurlongError(
-            f"method {settings.method['name']} needs public images: give --public NAME: "
-            "stl10, folder:PATH, or shapes (drawn, needs no files)."
-        )
-    return None
 
 
 def _notes(settings: Config, method: AnyMethod, training: bool) -> list[str]:
