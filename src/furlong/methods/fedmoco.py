@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.core.context import ClientContext, ServerContext
-from furlong.core.method import Local
+from furlong.core.method import USUAL, Local
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
 from furlong.methods.bank import enqueue, new_bank
@@ -53,6 +53,7 @@ class FedMoCo(Projecting, Averaging[Nets, Queue]):
         'Weights of the query network, and with key_update = "aggregate" of the key network. '
         f"{WEIGHTS_REVEAL}"
     )
+    usual = {**USUAL, "method.bank": 512}  # keys of about eight steps
     usual_small = {"projection_head": "mlp:256:128"}
 
     bank: int = setting(4096, "The number K of keys that a client keeps.", at_least=1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from furlong.core.context import Batch
+from furlong.core.method import USUAL
 from furlong.core.payload import Weights
 from furlong.core.weights import prefixed
 from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
@@ -30,6 +31,8 @@ class FedSimCLR(Projecting, OneNetwork):
     paper = "Chen et al. 2020 (SimCLR), averaged as in McMahan et al. 2017"
     pairs_views = True
     leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    usual = {**USUAL, "method.temperature": 0.2}
+    # SimCLR's own code has a BatchNorm at the end of the projector
     usual_small = {"projection_head": "mlp:256:128:bn"}
 
     temperature: float = setting(0.5, "The temperature τ of the loss.", above=0)
