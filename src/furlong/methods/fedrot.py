@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.core.context import Batch, Context
+from furlong.core.method import USUAL
 from furlong.data.augment import rotated
 from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
 from furlong.methods.networks import chained
@@ -28,6 +29,7 @@ class FedRot(OneNetwork):
 
     paper = "Gidaris et al. 2018 (RotNet), averaged as in McMahan et al. 2017"
     leaves = f"Encoder and rotation head weights. {WEIGHTS_REVEAL}"
+    usual = {**USUAL, "method.mode": "all4"}
     usual_augment = "flip_crop"  # colours would only make the task harder
 
     mode: Literal["random", "all4"] = setting(
