@@ -70,7 +70,8 @@ def fcl(options: Namespace) -> dict[str, Any]:
     method: Any = p.method
     down = method.download(p.server.init(), 0, p.server.context(Exchange(0)))
     remote = new_bank((options.clients - 1) * options.bank, down.remote.shape[1])
-    down, state = replace(down, remote=remote), method.init_client(ctx)
+    down = replace(down, remote=remote)
+    state = method.local_update(method.init_client(ctx), down, ctx).state  # banks are full
     without = step(replace(method, matching=0.0), state, down, ctx)
     found = medians({"without": without, "with": step(method, state, down, ctx)}, options.repeats)
     alone = losses(options)

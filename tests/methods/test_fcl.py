@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,20 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from by_hand import LR, plain_client, run_round, twin
 from conftest import tiny
 from PIL import Image
 from torch import Tensor, nn
 
-from furlong.core.context import ClientContext, Exchange, Networks
+from furlong.core.context import Batch, ClientContext, Exchange, Networks
 from furlong.core.exchange import Server, run_client
 from furlong.core.method import Report
 from furlong.core.payload import flatten, pack, traffic, unpack
+from furlong.core.weights import snapshot
 from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
-from furlong.methods import fcl
-from furlong.methods.bank import enqueue, new_bank
-from furlong.methods.fcl import FCL, Down, Up
+from furlong.methods import fcl, instahide
+from furlong.methods.bank import blank_bank, enqueue, fill, new_bank, purities, shares
+from furlong.methods.fcl import FCL, Down, State, Up
 from furlong.nn.encoders import untracked
 from furlong.nn.losses import _matching_entropy, info_nce, neighbourhood_matching
 from furlong.runs.config import from_tree
@@ -131,6 +134,43 @@ def test_initial_rows_have_unit_length() -> None:
     torch.testing.assert_close(new_bank(50, 8).norm(dim=1), torch.ones(50))
 
 
+def test_shares_are_those_of_the_first_rows() -> None:
+    torch.manual_seed(0)
+    query, rows = torch.randn(5, 4), F.normalize(torch.randn(9, 4), dim=1)
+    mass, near = 0.0, 0.0
+    for q in F.normalize(query, dim=1):
+        weights = (rows @ q / 0.3).exp()
+        mass += float(weights[:2].sum() / weights.sum()) / 5
+        near += float((rows @ q).argsort(descending=True)[:3].lt(2).sum()) / 15
+    assert 0 < near < 1
+    torch.testing.assert_close(shares(query, rows, 2, 0.3, 3), torch.tensor([mass, near]))
+    assert shares(query, rows, 9, 0.3, 30).tolist() == pytest.approx([1, 1])
+    assert shares(query, rows, 0, 0.3, 3).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("size", "batch"), [(10, 4), (10, 10), (10, 25), (1, 3)])
+def test_filling_leaves_no_row_blank(size: int, batch: int) -> None:
+    made: list[Tensor] = []
+
+    def keys_of(view: Tensor) -> list[Tensor]:
+        assert view.shape == (batch, 3, 8, 8)
+        made.append(len(made) * batch + torch.arange(batch).float()[:, None])
+        return [made[-1], -made[-1]]
+
+    class Plain:
+        def views(self, pixels: Tensor, n: int) -> tuple[Tensor, ...]:
+            return (pixels.float(),) * n
+
+    pixels = torch.zeros(batch, 3, 8, 8, dtype=torch.uint8)
+    one = Batch(pixels, torch.arange(batch), None, Plain())  # type: ignore[arg-type]
+    banks = [blank_bank(size, 1), blank_bank(size, 1)]
+    position = fill(banks, keys_of, iter([one] * 9))
+    assert len(made) == math.ceil(size / batch)  # and no pass more
+    newest = torch.cat(made)[-size:]
+    assert torch.equal(banks[0].roll(-position, 0), newest)
+    assert torch.equal(banks[1], -banks[0])
+
+
 # ---------------------------------------------------------------- one client
 
 
@@ -203,10 +243,10 @@ def test_ablations(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     p = prepared("fcl")
     down = first_download(p, new_bank(32, p.method.width(local_context(p))))
     encoded = []
-    monkeypatch.setattr(fcl, "instahide", lambda x, *_: encoded.append(len(x)) or x)
+    monkeypatch.setattr(instahide, "instahide", lambda x, *_: encoded.append(len(x)) or x)
     fused = spied(monkeypatch, p, down, matching=0.0)  # CL+FF
     assert [s for _, s in fused] == [None] * 3
-    assert encoded == [8] * 3
+    assert encoded == [8] * 5  # two batches fill the bank, three train
     encoded.clear()
     lone = FCL(**{**vars(p.method), "fusion": False, "matching": 0.0})  # CL
     local = train(p, first_download(p), lone)
@@ -235,7 +275,7 @@ def test_encoded_images_leave_the_statistics_alone(
     p = prepared("fcl")
     results = []
     for scale in (1.0, 50.0):
-        monkeypatch.setattr(fcl, "instahide", lambda x, *_, s=scale: (s * x).flip(0).square())
+        monkeypatch.setattr(instahide, "instahide", lambda x, *_, s=scale: (s * x).flip(0).square())
         results.append(train(p, first_download(p)))
     a, b = results
     assert not torch.equal(a.upload.features, b.upload.features)
@@ -268,6 +308,255 @@ def test_the_key_network_follows(prepared: Any, decay: float, same: str) -> None
     for name, tensor in up.key.items():
         if not name.endswith(("running_mean", "running_var", "num_batches_tracked")):
             assert torch.equal(tensor, wanted[name])
+
+
+# ---------------------------------------------------------------- a round by hand
+
+
+def by_hand(p: Any, ctx: ClientContext, down: Down, state: State) -> Any:
+    """A client's round, written from the paper: networks, banks, losses, the others' shares."""
+    m: FCL = p.method
+    query, key = twin(p, ctx, down.query), twin(p, ctx, down.key)
+    banks = [list(bank) for bank in (state.local, state.encoded) if bank is not None]
+    position, losses, taken = state.position, [], []
+
+    def keys_of(view: Tensor, counted: bool) -> list[Tensor]:
+        before = snapshot(key)
+        with torch.no_grad():
+            rows = [F.normalize(key(view), dim=1)]
+            if not counted:
+                key.load_state_dict(before)
+            if len(banks) == 2:
+                statistics = snapshot(key)
+                mixed = instahide.instahide(view, m.mix, m.max_coefficient)
+                rows.append(F.normalize(key(mixed), dim=1))
+                key.load_state_dict(statistics)
+        return rows
+
+    def keep(keys: list[Tensor]) -> None:
+        nonlocal position
+        for bank, rows in zip(banks, keys, strict=True):
+            for i, row in enumerate(rows):
+                bank[(position + i) % m.bank] = row
+        position = (position + len(keys[0])) % m.bank
+
+    if state.local.isnan().all():  # the first round: passes over the images until K rows are there
+        written = 0
+        for batch in ctx.batches(99):
+            keep(keys_of(batch.views(1)[0], counted=False))
+            written += len(batch.pixels)
+            if written >= m.bank:
+                break
+    for batch in ctx.batches():
+        first, second = batch.views()
+        keys = keys_of(second, counted=True)
+        q = F.normalize(query(first), dim=1)
+        rows = torch.stack([*down.remote, *banks[0]])
+        negatives = down.remote if m.negatives == "remote_only" else rows
+        own = (q * keys[0]).sum(dim=1).div(m.temperature).exp()
+        loss = -(own / (own + (q @ negatives.T / m.temperature).exp().sum(dim=1))).log().mean()
+        if m.matching and ctx.exchange.round >= m.matching_from:
+            sample = rows[torch.randperm(len(rows))[: m.bank]]
+            loss = loss + m.matching * reference(q, sample, m.neighbours, m.matching_temperature)
+        weights = (q @ rows.T / m.temperature).exp()
+        nearest = (q @ rows.T).argsort(dim=1, descending=True)[:, : m.neighbours]
+        foreign = len(down.remote)
+        share = (weights[:, :foreign].sum(dim=1) / weights.sum(dim=1)).mean().item()
+        taken.append((share, (nearest < foreign).double().mean().item()))
+        gradients = torch.autograd.grad(loss, list(query.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(query.parameters(), gradients, strict=True):
+                parameter -= LR * gradient
+            for slow, fast in zip(key.parameters(), query.parameters(), strict=True):
+                slow.copy_(m.decay * slow + (1 - m.decay) * fast)
+        keep(keys)
+        losses.append(loss.item())
+    return query, key, [torch.stack(bank) for bank in banks], position, losses, taken
+
+
+ROUND = {
+    "method.bank": 20,
+    "method.neighbours": 3,
+    "method.temperature": 0.2,
+    "method.decay": 0.8,
+    "method.matching": 0.7,
+    "method.matching_temperature": 0.5,
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first round", "later round"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"encoding": "none"},
+        {"encoding": "inside"},
+        {"encoding": "inside", "negatives": "remote_only"},
+        {"encoding": "none", "fusion": False, "matching": 0.0},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_a_round_by_hand(prepared: Any, options: dict[str, Any], first: bool) -> None:
+    """Query, key, both banks, the upload and the metrics are those of the paper's formulas."""
+    p = prepared("fcl", **ROUND | {f"method.{name}": value for name, value in options.items()})
+    ctx, width = plain_client(p, batch_size=8), p.method.width(local_context(p))
+    with seeded(p.setup.device, "start"):
+        down = replace(first_download(p), key=snapshot(twin(p, ctx)))
+        if p.method.fusion:
+            down = replace(down, remote=new_bank(40, width))
+        state = p.method.init_client(ctx)
+        if not first:
+            more = new_bank(20, width) if p.method.encodes else None
+            state = State(new_bank(20, width), more, 7, None)
+    local = run_round(p.method, down, ctx, state)
+    assert ctx.images_seen == 24  # filling trains nothing
+    with seeded(ctx.setup.device, "train"):
+        query, key, banks, position, losses, taken = by_hand(p, ctx, down, state)
+    near = {"rtol": 1e-3, "atol": 1e-4}
+    for net, sent, start in (
+        (query, local.upload.query, down.query),
+        (key, local.upload.key, down.key),
+    ):
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(sent[name], value, **near, msg=lambda m, n=name: f"{n}: {m}")
+        assert not torch.equal(sent["projector.0.weight"], start["projector.0.weight"])
+    torch.testing.assert_close(local.state.local, banks[0], **near)
+    assert (local.state.encoded is None) == (len(banks) == 1)
+    if p.method.fusion:
+        torch.testing.assert_close(local.upload.features, banks[-1], **near)
+        kept = local.state.encoded if p.method.encodes else local.state.local
+        assert torch.equal(kept, local.upload.features)
+    else:
+        assert local.upload.features is None
+    assert local.state.position == position
+    assert local.metrics["loss"] == pytest.approx(sum(losses) / 3, rel=1e-4)
+    mass, share = (sum(column) / 3 for column in zip(*taken, strict=True))
+    assert local.metrics["remote_mass"] == pytest.approx(mass, rel=1e-3, abs=1e-6)
+    assert local.metrics["remote_neighbours"] == pytest.approx(share, abs=0.02)
+
+
+def test_matching_waits(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = prepared("fcl", rounds=3)
+    seen = []
+    real = fcl.neighbourhood_matching
+    monkeypatch.setattr(
+        fcl, "neighbourhood_matching", lambda *args: seen.append(exchange) or real(*args)
+    )
+    for exchange in range(3):
+        train(p, first_download(p), replace(p.method, matching_from=1), exchange)
+    assert seen == [1] * 3 + [2] * 3
+
+
+@pytest.mark.parametrize("encoding", ["none", "inside"])
+def test_only_keys_of_images_are_used_and_sent(
+    prepared: Any, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Also where the bank is far larger than a round."""
+    p = prepared("fcl", **{"method.bank": 100, "method.encoding": encoding})
+    made: list[list[Tensor]] = []
+    real = FCL.keys
+
+    def spy(*args: Any) -> list[Tensor]:
+        made.append(real(*args))
+        return made[-1]
+
+    monkeypatch.setattr(FCL, "keys", spy)
+    contrasts = spied(monkeypatch, p, first_download(p))
+    monkeypatch.setattr(fcl, "info_nce", info_nce)
+    monkeypatch.setattr(fcl, "neighbourhood_matching", neighbourhood_matching)
+    assert len(made) == 13 + 3  # ⌈100/8⌉ batches fill the bank, three train
+    ours, shown = ({tuple(r) for keys in made for r in keys[i].tolist()} for i in (0, -1))
+    for negatives, sample in contrasts:
+        assert {tuple(row) for row in negatives.tolist()} <= ours
+        assert {tuple(row) for row in sample.tolist()} <= ours
+        assert len(negatives.unique(dim=0)) == 100  # each key is of a view of its own
+    made.clear()
+    local = train(p, first_download(p))  # the same again: the seed is the same
+    assert local.upload.features.shape == (100, p.method.width(local_context(p)))
+    assert {tuple(row) for row in local.state.local.tolist()} <= ours
+    assert {tuple(row) for row in local.upload.features.tolist()} <= shown
+
+
+# ---------------------------------------------------------------- what explains a run
+
+
+def labelled(p: Any, count: int = 40) -> Batch:
+    pixels, labels = p.test.pixels[:count], p.test.labels[:count]
+    return Batch(pixels, torch.arange(count), labels, p.setup.augment)
+
+
+def test_purity_counts_the_neighbours_of_a_class() -> None:
+    torch.manual_seed(0)
+    labels = torch.arange(60) % 3
+    centres = 5 * torch.eye(3)[labels]
+    noise = torch.randn(60, 3)
+
+    class Rows:
+        """Pixels are numbers of rows."""
+
+        def views(self, pixels: Tensor, n: int) -> tuple[Tensor, ...]:
+            return (pixels.long(),) * n
+
+    def found(query: Tensor, *banks: Tensor, size: int = 60, nearest: int = 4) -> list[float]:
+        batch = Batch(torch.arange(60, dtype=torch.uint8), labels, labels, Rows())  # type: ignore[arg-type]
+        return purities(
+            lambda x: query[x],  # type: ignore[arg-type]
+            lambda x: [bank[x] for bank in banks],
+            batch, size, nearest,
+        )  # fmt: skip
+
+    assert found(centres + noise / 9, centres, -centres) == [1.0, 0.0]
+    assert found(noise, noise)[0] < 0.6  # the own row is the nearest and does not count
+    assert found(noise, centres, nearest=999) == [pytest.approx(19 / 59)]  # all others: chance
+    assert found(noise, noise, size=7) == found(noise, noise)
+    expected = 0.0
+    for i, q in enumerate(F.normalize(noise, dim=1)):
+        order = (F.normalize(centres + noise, dim=1) @ q).argsort(descending=True).tolist()
+        order.remove(i)
+        expected += sum(labels[j] == labels[i] for j in order[:4]).item() / 240
+    assert found(noise, centres + noise) == [pytest.approx(expected)]
+
+
+@pytest.mark.parametrize("encoding", ["none", "inside"])
+def test_explain_by_hand(prepared: Any, encoding: str) -> None:
+    p = prepared("fcl", batch_size=20, **{"method.encoding": encoding})
+    ctx, start, batch = at(p, 0), p.server.init(), labelled(p)
+    server = replace(start, key=snapshot(twin(p, local_context(p))))
+    before = pack(server)
+    with seeded(p.setup.device, "explain"), torch.no_grad():
+        got = p.method.explain(server, batch, ctx)
+    assert pack(server) == before
+    query, key = (twin(p, ctx, w) for w in (server.query, server.key))
+    made: list[list[Tensor]] = []
+    with seeded(p.setup.device, "explain"), torch.no_grad():
+        for pixels in batch.pixels.split(20):
+            first, second = batch.augment.views(pixels, 2)
+            made.append([query(first), key(second)])
+            if encoding == "inside":
+                made[-1].append(key(instahide.instahide(second, 4, 0.65)))
+    q, *banks = (F.normalize(torch.cat(rows), dim=1) for rows in zip(*made, strict=True))
+    names = ["neighbour_purity", "neighbour_purity_encoded"][: len(banks)]
+    assert list(got) == names
+    for name, rows in zip(names, banks, strict=True):
+        same = []
+        for i in range(40):
+            order = (rows @ q[i]).argsort(descending=True).tolist()
+            order.remove(i)
+            same += [int(batch.labels[j] == batch.labels[i]) for j in order[:3]]
+        assert got[name] == pytest.approx(sum(same) / len(same), abs=0.02)
+
+
+def test_the_monitor_logs_it(tmp_path: Any) -> None:
+    from furlong.runs import loop
+
+    options = {"evaluate.probe": "none", "evaluate.knn_every": 1}
+    loop.run(tiny("fcl", out=str(tmp_path / "run"), **options), say=lambda _: None)
+    written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, second = map(json.loads, written)
+    for line in (first, second):
+        assert 0 <= line["neighbour_purity"] <= 1
+        assert 0 <= line["neighbour_purity_encoded"] <= 1
+    assert first["remote_mass"] == 0  # nobody has sent anything yet
+    assert 0 < second["remote_mass"] < 1
 
 
 # ---------------------------------------------------------------- the server
@@ -361,13 +650,13 @@ def test_cross_end_to_end(crossed: Prepared, monkeypatch: pytest.MonkeyPatch) ->
     p = crossed
     assert p.method.needs_public
     shapes = set()
-    real = fcl.instahide
+    real = instahide.instahide
 
     def spy(x: Tensor, mix: int, most: float, public: Tensor, *limits: Any) -> Tensor:
         shapes.add((x.shape, public.shape, (mix, most, *limits)))
         return real(x, mix, most, public, *limits)
 
-    monkeypatch.setattr(fcl, "instahide", spy)
+    monkeypatch.setattr(instahide, "instahide", spy)
     state = p.server.init()
     assert state.public.shape == (12, 3, 16, 16)
     assert state.public.dtype == torch.uint8
@@ -424,7 +713,7 @@ def test_local_statistics_and_local_encoder(prepared: Any) -> None:
     [
         ("bank", 0), ("decay", 1.5), ("temperature", 0), ("matching", -1), ("neighbours", 0),
         ("neighbours", 4096), ("matching_temperature", "nan"), ("mix", 0), ("mix_cross", 2),
-        ("public_images", 0), ("max_staleness", -1),
+        ("public_images", 0), ("max_staleness", -1), ("matching_from", -1),
     ],
 )  # fmt: skip
 def test_fields_that_cannot_work_are_refused(field: str, value: Any) -> None:

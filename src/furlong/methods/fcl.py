@@ -1,19 +1,22 @@
 """FCL: federated MoCo with feature fusion and neighbourhood matching.
 
-"Federated Contrastive Representation Learning with Feature Fusion and Neighborhood Matching",
-submitted to ICLR 2022 without the authors' names.
+Wu et al., "Decentralized Unsupervised Learning of Visual Representations", IJCAI 2022 (arXiv
+2111.10763). We have the text submitted to ICLR 2022, "Federated Contrastive Representation Learning
+with Feature Fusion and Neighborhood Matching", without the appendix that names its settings.
 
     q = g(f(v)), k = g_k(f_k(v')), banks of K keys: Q_l of the client's images, Q̃_l of encoded ones
     Q_s = the Q̃_l of all other clients; Q' = K random rows of Q_l ∪ Q_s
     L = -log( e^{q·k/τ} / (e^{q·k/τ} + Σ_{n ∈ Q_l ∪ Q_s} e^{q·n/τ}) ) + λ·L_nm(q, Q')
     θ_k ← m·θ_k + (1 - m)·θ after every step; the server averages θ and θ_k
 
-CL+FF+NM is the default, CL+FF has matching = 0, CL (MoCo) fusion = False besides.
+CL+FF+NM is the default, CL+FF has matching = 0, CL (MoCo) fusion = False besides. A client's banks
+are filled before its first step: all rows that are used or sent are keys of images.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,20 +24,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
-from furlong.core.context import ClientContext, Context, ServerContext
+from furlong.core.context import Batch, ClientContext, Context, ServerContext
 from furlong.core.method import Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
-from furlong.data.augment import extremes
 from furlong.errors import FurlongError, require
-from furlong.methods.bank import enqueue, new_bank
+from furlong.methods.bank import blank_bank, enqueue_each, fill, purities, shares
 from furlong.methods.base import WEIGHTS_REVEAL
 from furlong.methods.fedmoco import Nets
-from furlong.methods.instahide import check_limits, instahide
+from furlong.methods.instahide import check_limits, encode
 from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.encoders import untracked
 from furlong.nn.losses import info_nce, neighbourhood_matching
 from furlong.settings import setting
+
+MOCO = " (not published: that of MoCo's CIFAR-10 demo)"
+OURS = " (not published: our choice)"
 
 
 @payload("furlong.methods.fcl.Server")
@@ -82,10 +87,7 @@ class State:
 class FCL(Projecting, Method[Server, State, Down, Up]):
     """Contrast with the features of all clients; pull towards the nearest of them."""
 
-    paper = (
-        "Federated Contrastive Representation Learning with Feature Fusion and Neighborhood "
-        "Matching (FCL), anonymous submission to ICLR 2022"
-    )
+    paper = "Wu et al., Decentralized Unsupervised Learning of Visual Representations, IJCAI 2022"
     keeps = (
         "its newest feature vectors (method.bank of its images and as many of encoded images), "
         'and with encoding = "cross" the public images'
@@ -104,20 +106,17 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
     )
     usual_small = {"projection_head": "mlp:256:128"}
 
-    bank: int = setting(4096, "The number K of features that a client keeps.", at_least=1)
-    decay: float = setting(0.99, "The decay m of the key network.", at_least=0, at_most=1)
-    temperature: float = setting(0.1, "The temperature τ of the contrastive loss.", above=0)
+    bank: int = setting(4096, f"The number K of features that a client keeps{MOCO}.", at_least=1)
+    decay: float = setting(0.99, f"The decay m of the key network{MOCO}.", at_least=0, at_most=1)
+    temperature: float = setting(0.1, f"The temperature τ of the contrast{MOCO}.", above=0)
     fusion: bool = setting(True, "Share features between clients.")
     negatives: Literal["union", "remote_only"] = setting(
         "union", "Contrast with a client's own and all other features, or with the others' alone."
     )
-    matching: float = setting(
-        0.1,
-        "The weight λ of neighbourhood matching; the paper's λ, N and temperature are not known.",
-        at_least=0,
-    )
-    neighbours: int = setting(10, "The number N of neighbours, below bank.")
-    matching_temperature: float = setting(0.1, "The temperature of the matching.", above=0)
+    matching: float = setting(0.1, f"The weight λ of neighbourhood matching{OURS}.", at_least=0)
+    matching_from: int = setting(0, "The first round with matching, counted from 0.", at_least=0)
+    neighbours: int = setting(10, f"The number N of neighbours, below bank{OURS}.")
+    matching_temperature: float = setting(0.1, f"The temperature of matching{OURS}.", above=0)
     encoding: Literal["inside", "cross", "none"] = setting(
         "inside", "InstaHide on the shared images: mixed inside a batch, with public ones, or off."
     )
@@ -163,19 +162,15 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         return self._start(public, ctx)
 
     def init_client(self, ctx: ClientContext) -> State:
-        """Banks of random rows: an upload has K rows from the first round on."""
-        encoded = new_bank(self.bank, self.width(ctx)) if self.encodes else None
-        return State(new_bank(self.bank, self.width(ctx)), encoded, 0, None)
+        """Blank banks: the network that fills them comes with the first download."""
+        encoded = blank_bank(self.bank, self.width(ctx)) if self.encodes else None
+        return State(blank_bank(self.bank, self.width(ctx)), encoded, 0, None)
 
     def download(self, server: Server, client: int, ctx: ServerContext) -> Down:
         """Both networks and the features of the others, never the client's own."""
         oldest = ctx.exchange.round - self.max_staleness if self.max_staleness else -1
-        remote = [
-            server.features[other]
-            for other in sorted(server.features)
-            if other != client and server.rounds[other] >= oldest
-        ]
-        rows = torch.cat([torch.empty(0, self.width(ctx)), *remote])
+        fresh = (c for c in sorted(server.features) if c != client and server.rounds[c] >= oldest)
+        rows = torch.cat([torch.empty(0, self.width(ctx)), *(server.features[c] for c in fresh)])
         public = None if client in server.told else server.public
         return Down(server.query, server.key, rows, public)
 
@@ -183,53 +178,54 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         """MoCo with the others' features; a second bank of encoded images for them."""
         query = ctx.network("query", lambda: self.network(ctx), down.query)
         key = ctx.network("key", lambda: self.network(ctx), down.key).requires_grad_(False)
-        optimiser, device = ctx.optimiser(query), ctx.setup.device
+        public = state.public if down.public is None else down.public
+        if self.needs_public and public is None:
+            raise FurlongError("the client has lost the public images, which are sent only once.")
         # one buffer, whose last K rows are the local bank: nothing is joined at every step
-        union = torch.cat([down.remote, state.local]).to(device)
-        local = union[len(down.remote) :]
-        encoded = None if state.encoded is None else state.encoded.to(device, copy=True)
-        position, public = state.position, state.public if down.public is None else down.public
+        remote, union = len(down.remote), torch.cat([down.remote, state.local]).to(ctx.setup.device)
+        banks = [union[remote:]]
+        if state.encoded is not None:
+            banks.append(state.encoded.to(union.device, copy=True))
+        keys_of, position = partial(self.keys, key, public, ctx), state.position
+        if state.local.isnan().any():
+            with untracked(key):  # nothing is learnt from these passes
+                position = fill(banks, keys_of, ctx.batches(self.bank, counted=False))
+        optimiser = ctx.optimiser(query)
+        seen: list[Tensor] = []
         for batch in ctx.batches():
             view, other = batch.views()
-            with torch.no_grad():
-                k = F.normalize(key(other), dim=1)
-                if encoded is not None:
-                    with untracked(key):  # mixtures are no sample of the images
-                        shared = F.normalize(key(self.encode(other, public, ctx)), dim=1)
-            optimiser.step(self.loss(query(view), k, union, len(down.remote)))
+            keys, q = keys_of(other), query(view)
+            seen.append(shares(q.detach(), union, remote, self.temperature, self.neighbours))
+            optimiser.step(self.loss(q, keys[0], union, remote, ctx))
             ema_(key, query, self.decay)
-            if encoded is not None:
-                enqueue(encoded, position, shared)
-            position = enqueue(local, position, k)
-        kept = State(local.cpu(), None if encoded is None else encoded.cpu(), position, public)
-        shown = kept.local if kept.encoded is None else kept.encoded
+            position = enqueue_each(banks, position, keys)
+        mass, near = torch.stack(seen).mean(dim=0).tolist()
+        metrics = optimiser.metrics() | {"remote_mass": mass, "remote_neighbours": near}
+        shown = banks[-1].cpu()
+        kept = State(banks[0].cpu(), shown if self.encodes else None, position, public)
         up = Up(snapshot(query), snapshot(key), shown if self.fusion else None)
-        return Local(kept, up, optimiser.metrics())
+        return Local(kept, up, metrics)
 
-    def loss(self, q: Tensor, k: Tensor, union: Tensor, remote: int) -> Tensor:
+    def keys(self, net: nn.Module, public: Tensor | None, ctx: Context, x: Tensor) -> list[Tensor]:
+        """Unit rows B×d for each bank: of the images, and of the same images by InstaHide."""
+        with torch.no_grad():
+            rows = [F.normalize(net(x), dim=1)]
+            if self.encodes:
+                mix = self.mix if self.encoding == "inside" else self.mix_cross
+                limits = mix, self.max_coefficient, public, self.private_share
+                with untracked(net):  # mixtures are no sample of the images
+                    rows.append(F.normalize(net(encode(x, ctx.setup.augment, *limits)), dim=1))
+        return rows
+
+    def loss(self, q: Tensor, k: Tensor, union: Tensor, remote: int, ctx: Context) -> Tensor:
         """Of queries and keys B×d; the first ``remote`` rows of ``union`` are the others'."""
         only = self.negatives == "remote_only" and remote
         loss = info_nce(q, k, union[:remote] if only else union, self.temperature)
-        if not self.matching:
+        if not self.matching or ctx.exchange.round < self.matching_from:
             return loss
         sample = union[torch.randperm(len(union))[: self.bank].to(union.device)]
         matched = neighbourhood_matching(q, sample, self.neighbours, self.matching_temperature)
         return loss + self.matching * matched
-
-    def encode(self, images: Tensor, public: Tensor | None, ctx: ClientContext) -> Tensor:
-        """The batch by InstaHide: mixed inside itself, or with as many views of public images."""
-        black, white = extremes(images, ctx.setup.augment)
-        # signs hide nothing where pixels are not centred: then around grey, and back
-        grey = (black + white) / 2 if bool((black >= 0).all()) else torch.zeros_like(black)
-        centred = images - grey
-        if self.encoding == "inside":
-            return instahide(centred, self.mix, self.max_coefficient) + grey
-        if public is None:
-            raise FurlongError("the client has lost the public images, which are sent only once.")
-        some = public[torch.randint(len(public), (len(images),))].to(images.device)
-        (views,) = ctx.setup.augment.views(some, 1)
-        limits = self.mix_cross, self.max_coefficient
-        return instahide(centred, *limits, views - grey, 2, self.private_share) + grey
 
     def expected(self, server: Server, client: int, ctx: ServerContext) -> Up:  # noqa: ARG002
         """The server's networks and K rows."""
@@ -239,17 +235,14 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         """Both networks by the run's rule; each client's features replace its older ones."""
         combined: Combiner[Nets] = ctx.combining(self.bn_stats)
         features: dict[int, Tensor] = {}
-        heard: list[int] = []
         for report in reports:
-            upload = report.upload
-            combined.add(Nets(upload.query, upload.key), report.examples)
-            heard.append(report.client)
-            if upload.features is not None:
+            combined.add(Nets(report.upload.query, report.upload.key), report.examples)
+            if report.upload.features is not None:
                 # a copy: the upload's tensors are views that keep its whole buffer alive
-                features[report.client] = upload.features.clone()
+                features[report.client] = report.upload.features.clone()
         nets = combined.onto(Nets(server.query, server.key))
         assert nets.key is not None
-        return self._heard(replace(server, query=nets.query, key=nets.key), heard, features, ctx)
+        return self._heard(replace(server, query=nets.query, key=nets.key), features, ctx)
 
     def outline(self, server: Server | None, cohort: list[int], ctx: ServerContext) -> Server:
         """Features of those who took part come on top."""
@@ -259,20 +252,17 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
             blank = torch.zeros((), dtype=torch.uint8).expand(shape)
             return self._start(blank if self.needs_public else None, ctx)
         features = dict.fromkeys(cohort, self._rows(ctx)) if self.fusion else {}
-        return self._heard(server, cohort, features, ctx)
+        return self._heard(server, features, ctx)
 
     def _start(self, public: Tensor | None, ctx: ServerContext) -> Server:
         start = snapshot(self.network(ctx))
         return Server(start, start, {}, {}, public, ())
 
-    def _heard(
-        self, server: Server, clients: list[int], features: dict[int, Tensor], ctx: ServerContext
-    ) -> Server:
-        told = server.told
-        if self.needs_public:  # a client that answered has kept the images
-            told = tuple(sorted({*told, *clients}))
+    def _heard(self, server: Server, features: dict[int, Tensor], ctx: ServerContext) -> Server:
+        newest = server.features | features
         stamps = server.rounds | dict.fromkeys(features, ctx.exchange.round)
-        return replace(server, features=server.features | features, rounds=stamps, told=told)
+        told = tuple(sorted(newest)) if self.needs_public else ()  # who answered kept the images
+        return replace(server, features=newest, rounds=stamps, told=told)
 
     def _rows(self, ctx: Context) -> Tensor:
         """A stand-in for K features."""
@@ -285,3 +275,13 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
     def local_encoder(self, upload: Up, ctx: ServerContext) -> nn.Module | None:
         """What would be the global encoder if this client were the only one."""
         return None if self.bn_stats == "local" else backbone(upload.query, ctx)
+
+    def explain(self, server: Server, batch: Batch, ctx: ServerContext) -> dict[str, float]:
+        """The part of a query's N nearest keys that are of its class; by chance 1/classes."""
+        query = ctx.network("query", lambda: self.network(ctx), server.query)
+        key = ctx.network("key", lambda: self.network(ctx), server.key)
+        # encoded keys mix images of all classes here, on a client only those of its own
+        keys_of, size = partial(self.keys, key, server.public, ctx), ctx.setup.batch_size
+        with untracked(query), untracked(key):
+            found = purities(query, keys_of, batch, size, self.neighbours)
+        return dict(zip(("neighbour_purity", "neighbour_purity_encoded"), found, strict=False))

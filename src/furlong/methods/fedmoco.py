@@ -1,7 +1,8 @@
 """FedMoCo: MoCo on every client, FedAvg of the query network, and of the key network too.
 
 He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", CVPR 2020. With
-``key_update = "aggregate"`` it is the row CL of FCL's ablation, with ``"reset"`` EasyFL's FedMoCo.
+``key_update = "aggregate"`` it is the row CL of FCL's ablation but for the first rows of the queue,
+which are random as in MoCo's own code; with ``"reset"`` it is EasyFL's FedMoCo.
 
     q = g(f(v)), k = sg[g_k(f_k(v'))], Q = the client's last K keys
     ℓ = -log( e^{q·k/τ} / (e^{q·k/τ} + Σ_{n ∈ Q} e^{q·n/τ}) );  θ_k ← m·θ_k + (1 - m)·θ

@@ -19,9 +19,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from furlong.data.augment import Recipe, extremes
 from furlong.errors import FurlongError
 
 TRIES = 1000  # for each row of coefficients
+
+
+def encode(
+    images: Tensor,
+    recipe: Recipe,
+    mix: int,
+    max_coefficient: float,
+    public: Tensor | None = None,
+    private_share: float = 0.3,
+) -> Tensor:
+    """Views B×C×S×S by ``recipe``, mixed inside the batch, or with views of ``public`` images.
+
+    ``public``: uint8 P×C×H×W, of which as many are drawn as the batch has.
+    """
+    black, white = extremes(images, recipe)
+    # signs hide nothing where pixels are not centred: then around grey, and back
+    grey = (black + white) / 2 if bool((black >= 0).all()) else torch.zeros_like(black)
+    if public is None:
+        return instahide(images - grey, mix, max_coefficient) + grey
+    some = public[torch.randint(len(public), (len(images),))].to(images.device)
+    (views,) = recipe.views(some, 1)
+    mixed = instahide(images - grey, mix, max_coefficient, views - grey, 2, private_share)
+    return mixed + grey
 
 
 def instahide(
