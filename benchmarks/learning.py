@@ -169,7 +169,7 @@ def claims() -> dict[str, Part]:
                     f"CL+FF{'+NM' if matching else ''}, {encoding}": {
                         **fcl,
                         "method.encoding": encoding,
-                        **({"method.matching-from": 2} if matching else {"method.matching": 0}),
+                        **({"method.matching-from": 1} if matching else {"method.matching": 0}),
                     }
                     for encoding in ("none", "inside")
                     for matching in (False, True)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
 from furlong.core.context import Batch, ClientContext, Context, ServerContext
-from furlong.core.method import Local, Method, Reports
+from furlong.core.method import USUAL, Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
 from furlong.errors import FurlongError, require
@@ -104,6 +104,7 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         "no encryption: Carlini et al. broke it in 2020 (arXiv 2011.05315). It guarantees nothing. "
         'Off: encoding = "none"; nothing but weights is shared with fusion = false.'
     )
+    usual = {**USUAL, "method.bank": 512}  # features of about eight steps
     usual_small = {"projection_head": "mlp:256:128"}
 
     bank: int = setting(4096, f"The number K of features that a client keeps{MOCO}.", at_least=1)
