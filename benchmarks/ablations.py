@@ -87,8 +87,8 @@ def rows() -> list[Row]:
         ),
         *(
             ("FedCA (Figure 5)", name, {**fedca, **options})
-            for name, options in {
-                "(i) one-sided contrast": {"method.dictionary": 0, "method.alignment": 0},
+            for name, options in {  # (i) is FedSimCLR, the first row of all
+                "one-sided contrast": {"method.dictionary": 0, "method.alignment": 0},
                 "(ii) + alignment": {"method.dictionary": 0},
                 "(iii) + dictionary": {"method.ensembling": 0, "method.alignment": 0},
                 "(iv) + dictionary, ensembling": {"method.alignment": 0},
