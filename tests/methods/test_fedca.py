@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from by_hand import assert_same, descend, draw, plain_client, run_round, twin
 from torch import Tensor, nn
 
 from furlong.core.context import ClientContext, Networks, ServerContext
@@ -20,9 +21,10 @@ from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.methods import fedca
+from furlong.methods.dictionary import share
 from furlong.methods.fedca import Down, FedCA, State, Up
 from furlong.nn.encoders import evaluating
-from furlong.nn.losses import alignment_loss, dictionary_nce
+from furlong.nn.losses import alignment_loss, dictionary_mass, dictionary_nce
 from furlong.runs.config import from_tree
 from furlong.runs.prepare import prepare
 from furlong.seeding import seeded, threads
@@ -94,6 +96,23 @@ def test_contrastive_equals_the_loop_over_pairs(entries: int) -> None:
     assert torch.allclose(dictionary_nce(z1, z2, rows, 0.3), there)
     assert torch.allclose(dictionary_nce(z1, z2, rows, 0.3, symmetric=True), (there + back) / 2)
     assert not torch.allclose(there, back)
+
+
+@pytest.mark.parametrize("entries", [0, 1, 7])
+def test_mass_is_the_dictionarys_part_of_the_softmax(entries: int) -> None:
+    z1, z2, rows = (torch.randn(n, 6, dtype=torch.float64) for n in (4, 4, entries))
+    shares = []
+    for anchor in z1:
+        terms = [F.cosine_similarity(anchor, row, dim=0) for row in (*z2, *rows)]
+        shares.append(torch.stack(terms).div(0.3).softmax(dim=0)[4:].sum())
+    z1.requires_grad_()
+    mass = dictionary_mass(z1, z2, rows, 0.3)
+    assert torch.allclose(mass, torch.stack(shares).mean())
+    assert not mass.requires_grad  # it is for the log
+    same = torch.ones(128, 16)
+    assert dictionary_mass(same, same, torch.ones(1024, 16), 0.5).item() == pytest.approx(
+        1024 / 1152
+    )
 
 
 def test_logits_are_as_large_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +200,7 @@ def test_no_ensembling_forgets_the_past(prepared: Any) -> None:
 
 def test_rows_are_the_trained_models_normalised_projections(prepared: Any) -> None:
     """Of plain images in eval mode; and images trained on are counted without that pass."""
-    case = Case(prepared, ensembling=0.0, dict_upload="full", alignment=0.0)
+    case = Case(prepared, ensembling=0.0, dict_model="local", dict_upload="full", alignment=0.0)
     ctx = case.client(0)
     local = case.method.local_update(case.method.init_client(ctx), case.down(case.start, 0), ctx)
     assert ctx.images_seen == 24
@@ -199,7 +218,7 @@ def test_rows_are_the_trained_models_normalised_projections(prepared: Any) -> No
 def test_dictionary_grows_from_empty_and_is_trimmed(prepared: Any) -> None:
     case = Case(prepared, dictionary=10, alignment=0.0)
     assert case.down(case.start, 0).dictionary.shape == (0, 128)
-    assert [case.method.share(k, case.setup) for k in range(3)] == [4, 4, 4]  # ⌈10·24/72⌉
+    assert [share(10, k, case.setup) for k in range(3)] == [4, 4, 4]  # ⌈10·24/72⌉
     reports = [case.answer(case.start, k, torch.full((4, 128), float(k))) for k in (0, 1, 2)]
     after = case.method.aggregate(case.start, reports, case.at(0))
     got = case.down(after, 1).dictionary
@@ -213,11 +232,10 @@ def test_dictionary_grows_from_empty_and_is_trimmed(prepared: Any) -> None:
 
 
 def test_shares_never_exceed_what_a_client_has(prepared: Any) -> None:
-    case = Case(prepared, dictionary=1000, alignment=0.0)
-    assert case.method.share(0, case.setup) == 24
-    uneven = replace(case.setup, sizes={0: 1, 1: 10, 2: 989})
-    shares = [replace(case.method, dictionary=100).share(k, uneven) for k in range(3)]
-    assert shares == [1, 1, 99]
+    setup = prepared("fedca").setup
+    assert share(1000, 0, setup) == 24
+    uneven = replace(setup, sizes={0: 1, 1: 10, 2: 989})
+    assert [share(100, k, uneven) for k in range(3)] == [1, 1, 99]
 
 
 def test_own_rows_can_be_left_out(prepared: Any) -> None:
@@ -302,6 +320,7 @@ def test_public_images_and_own_plain_ones_leave_the_statistics_alone(prepared: A
 
 
 def test_reduction_over_images(prepared: Any) -> None:
+    assert FedCA().align_reduction == "sum"  # as Eqs. 11 and 12
     got = {}
     for reduction in ("mean", "sum"):
         case = Case(prepared, align_reduction=reduction)
@@ -480,21 +499,208 @@ def test_fields_that_cannot_work_are_refused(field: str, value: Any) -> None:
         from_tree({}, {"method": "fedca", f"method.{field}": value}, "test")
 
 
-def test_rows_of_the_received_or_the_trained_model(prepared: Any) -> None:
-    """The papers' text says the one, their Algorithm 1 the other."""
-    for which in ("local", "global"):
-        p = prepared("fedca", **{"method.dict_model": which})
-        start = p.server.init()
-        with InProcess(p.method, p.federation, p.setup) as transport:
-            first, second = p.server.run(transport, start)
-        net = p.method.network(p.server.context(first.exchange))
-        net.load_state_dict(start.weights)
-        images = p.setup.augment.plain(p.train.pixels[p.federation.rows[0]])
+@pytest.mark.parametrize(
+    ("which", "ensembling", "maker"),
+    [
+        ("local", 0.0, "local"),
+        ("global", 0.5, "global"),
+        ("auto", 0.0, "global"),
+        ("auto", 0.5, "local"),
+    ],
+)
+def test_rows_of_the_received_or_the_trained_model(
+    prepared: Any, which: str, ensembling: float, maker: str
+) -> None:
+    """Papers: the received one makes the plain dictionary, the trained one that of Eqs. 9, 10."""
+    p = prepared("fedca", **{"method.dict_model": which, "method.ensembling": ensembling})
+    start = p.server.init()
+    with InProcess(p.method, p.federation, p.setup) as transport:
+        first, second = p.server.run(transport, start)
+    net = p.method.network(p.server.context(first.exchange))
+    net.load_state_dict(start.weights)
+    images = p.setup.augment.plain(p.train.pixels[p.federation.rows[0]])
+    with evaluating(net):
+        received = F.normalize(net(images), dim=1)
+    near = (first.server.rows[0] @ received.T).max(dim=1).values
+    assert bool((near > 1 - 1e-5).all()) == (maker == "global")
+    cosine = second.metrics[0]["dictionary_cosine"]
+    rows = torch.cat(list(first.server.rows.values()))
+    assert cosine == pytest.approx(float((rows @ rows.T).mean()), rel=1e-4)
+    assert "dictionary_cosine" not in first.metrics[0]
+    assert "dictionary_mass" not in first.metrics[0]
+    assert 0 < second.metrics[0]["dictionary_mass"] < 1
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def one_sided(a: Tensor, b: Tensor, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Eqs. 4 to 8 from a to b, and the share of the probabilities on the dictionary."""
+    a, b = a / a.norm(dim=1, keepdim=True), b / b.norm(dim=1, keepdim=True)
+    odds = (torch.cat([a @ b.T, a @ rows.T], dim=1) / temperature).exp()
+    chances = odds / odds.sum(dim=1, keepdim=True)
+    return -chances.diagonal().log().mean(), chances[:, len(b) :].sum(dim=1).mean()
+
+
+class ByHand:
+    """A client's rounds in plain torch, as Algorithm 1 and Eqs. 4 to 14 have them."""
+
+    def __init__(self, p: Any, ctx: ClientContext, alignment: Any) -> None:
+        self.p, self.ctx, self.ensemble = p, ctx, torch.zeros(24, 128)
+        teacher = twin(p, ctx, alignment.weights).eval()
+        self.public = p.setup.augment.plain(alignment.pixels)
+        with torch.no_grad():
+            self.h = teacher.backbone(self.public)
+            self.z = teacher.projector(self.h)
+
+    def round(self, down: Down, maker: str) -> tuple[nn.Module, Tensor, dict[str, float]]:
+        """The trained network, the rows that are sent, and what is logged."""
+        method, net = self.p.method, twin(self.p, self.ctx, down.weights)
+        logged: dict[str, list[float]] = {"contrastive": [], "alignment": [], "mass": []}
+
+        def loss_of(batch: Any) -> Tensor:
+            first, second = batch.views()
+            z1, z2 = net(torch.cat([first, second])).chunk(2)
+            loss, mass = one_sided(z1, z2, down.dictionary, method.temperature)
+            if method.symmetric:
+                back, _ = one_sided(z2, z1, down.dictionary, method.temperature)
+                loss = (loss + back) / 2
+            chosen = torch.randperm(16)[:8]
+            net.eval()
+            h = net.backbone(self.public[chosen])
+            z = net.projector(h)
+            net.train()
+            apart = ((self.h[chosen] - h) ** 2).sum() + ((self.z[chosen] - z) ** 2).sum()
+            if method.align_reduction == "mean":
+                apart = apart / 8
+            for name, value in zip(logged, (loss, apart, mass), strict=True):
+                logged[name].append(value.item())
+            return loss + method.alignment * apart
+
+        with seeded(self.ctx.setup.device, "train"):
+            made = {"global": self.projections(net)}
+            loss = descend(self.ctx.batches(), loss_of, net)
+            made["local"] = self.projections(net)
+            assert (made["local"] - made["global"]).norm() > 0.1  # so that it matters which
+            alpha = method.ensembling
+            self.ensemble = alpha * self.ensemble + (1 - alpha) * made[maker]
+            rows = self.ensemble[torch.randperm(24)[:4]]
+        means = {name: sum(values) / len(values) for name, values in logged.items()}
+        return net, rows / rows.norm(dim=1, keepdim=True), {"loss": loss, **means}
+
+    def projections(self, net: nn.Module) -> Tensor:
+        images = self.p.setup.augment.plain(self.ctx.data.pixels(torch.arange(24)))
         with evaluating(net):
-            received = F.normalize(net(images), dim=1)
-        near = (first.server.rows[0] @ received.T).max(dim=1).values
-        assert bool((near > 1 - 1e-5).all()) == (which == "global")
-        cosine = second.metrics[0]["dictionary_cosine"]
-        rows = torch.cat(list(first.server.rows.values()))
-        assert cosine == pytest.approx(float((rows @ rows.T).mean()), rel=1e-4)
-        assert "dictionary_cosine" not in first.metrics[0]
+            return net(images).clone()
+
+
+@pytest.mark.parametrize(
+    ("symmetric", "reduction", "dict_model", "ensembling", "maker"),
+    [
+        (False, "sum", "auto", 0.3, "local"),
+        (True, "mean", "auto", 0.0, "global"),
+        (True, "sum", "local", 0.0, "local"),
+        (False, "mean", "global", 0.3, "global"),
+    ],
+)
+def test_two_rounds_of_a_client_by_hand(
+    prepared: Any, symmetric: bool, reduction: str, dict_model: str, ensembling: float, maker: str
+) -> None:
+    fields = {
+        "temperature": 0.2,
+        "symmetric": symmetric,
+        "alignment": 0.05,
+        "align_reduction": reduction,
+        "dict_model": dict_model,
+        "ensembling": ensembling,
+    }
+    p = prepared("fedca", **{f"method.{name}": value for name, value in fields.items()})
+    start, ctx = p.server.init(), plain_client(p, batch_size=8)
+    hand, state = ByHand(p, ctx, start.alignment), p.method.init_client(ctx)
+    weights, alignment = start.weights, start.alignment
+    for t in range(2):
+        rows = F.normalize(draw(12, 128, seed=t).float(), dim=1)
+        down = Down(weights, rows, alignment)
+        local = run_round(p.method, down, ctx, state)
+        net, sent, logged = hand.round(down, maker)
+        assert_same(net, local.upload.weights, weights)
+        for name, buffer in net.named_buffers():
+            assert torch.allclose(local.upload.weights[name], buffer, rtol=1e-3, atol=1e-5), name
+        assert torch.allclose(local.state.ensemble, hand.ensemble, atol=1e-4)
+        assert torch.allclose(local.upload.rows, sent, atol=1e-3)
+        logged["dictionary_mass"] = logged.pop("mass")
+        logged["dictionary_cosine"] = (rows @ rows.T).mean().item()
+        assert local.metrics == pytest.approx(logged, rel=1e-3)
+        state, weights, alignment = local.state, local.upload.weights, None
+
+
+def test_the_alignment_model_by_hand(prepared: Any) -> None:
+    """SimCLR (Chen et al. 2020) on the public images, with the method's temperature."""
+    p = prepared("fedca", **{"method.temperature": 0.2, "method.align_epochs": 2})
+    ctx, public = plain_client(p, batch_size=8), p.server.public
+    server = Server(p.method, ctx.setup, public)
+
+    def simclr(pixels: Tensor) -> Tensor:
+        z = net(torch.cat(p.setup.augment.views(pixels, 2)))
+        z = z / z.norm(dim=1, keepdim=True)
+        odds = (z @ z.T / 0.2).exp() * (1 - torch.eye(16))
+        partner = torch.arange(16).roll(8)
+        return -(odds[torch.arange(16), partner] / odds.sum(dim=1)).log().mean()
+
+    def batches(pixels: Tensor) -> Iterator[Tensor]:
+        for _ in range(2):
+            yield from pixels[torch.randperm(16)].split(8)
+
+    with server.computing("init"):
+        weights = snapshot(p.method.network(ctx))
+        pixels = public.pixels(torch.randperm(len(public))[:16])
+        net = p.method.network(ctx).to(memory_format=torch.channels_last).train()
+        start = snapshot(net)
+        descend(batches(pixels), simclr, net)
+    made = server.init()
+    assert torch.equal(made.alignment.pixels, pixels)
+    assert_same(net, made.alignment.weights, start)
+    assert all(torch.equal(made.weights[name], value) for name, value in weights.items())
+
+
+# ---------------------------------------------------------------- advice
+
+
+def test_short_rounds_with_a_dictionary_alone_are_told(prepared: Any) -> None:
+    """And every remedy that is named ends it."""
+    sizes = dict.fromkeys(range(5), 1000)
+    setup = replace(prepared("fedca").setup, epochs=1, batch_size=64, sizes=sizes)
+    bare = FedCA(alignment=0)
+    (said,) = bare.advice(setup)
+    assert "1024 rows beside a batch of 64" in said
+    assert "15 step(s)" in said
+    assert len(bare.advice(replace(setup, epochs=6))) == 1  # 90 steps
+    assert "--epochs" in said
+    assert bare.advice(replace(setup, epochs=7)) == []
+    assert "--method.alignment" in said
+    assert FedCA().advice(setup) == []
+    assert "--method.dictionary" in said
+    assert FedCA(alignment=0, dictionary=64).advice(setup) == []
+    assert FedCA(alignment=0, dictionary=0).advice(setup) == []
+
+
+def test_advice_is_said_where_something_is_trained(tiny_config: Any) -> None:
+    def notes(training: bool = True, **options: Any) -> list[str]:
+        settings = tiny_config("fedca", **{"data.public": None, "method.alignment": 0}, **options)
+        found = prepare(settings, training=training).notes
+        return [note for note in found if "may collapse" in note]
+
+    assert (
+        len(notes()) == len(notes(bound="single")) == len(notes(**{"server.rule": "median"})) == 1
+    )
+    assert notes(training=False) == []
+
+
+@pytest.mark.parametrize("images", [5, 8, 23, 24])
+def test_steps_of_a_round(prepared: Any, images: int) -> None:
+    case = Case(prepared, alignment=0.0)
+    ctx = case.client(0)
+    ctx.data = replace(ctx.data, rows=ctx.data.rows[:images])
+    setup = replace(case.setup, epochs=3, sizes={0: images})
+    ctx.setup = setup
+    assert setup.steps(0) == len(list(ctx.batches()))

@@ -70,7 +70,11 @@ TABLES: list[Rows] = [
     ),
     ("fedca/table3", (THREE, SPLITS, ("cnn5", "resnet50")), FEW),
     ("fedca/table5", (), dict.fromkeys(("beta-0.005", "beta-0.05", "beta-0.1"), "fedca")),
-    ("fedca/figure5", (SPLITS,), dict.fromkeys(("i", "ii", "iii", "iv", "v"), "fedca")),
+    (
+        "fedca/figure5",
+        (SPLITS,),
+        {"i": "fedsimclr"} | dict.fromkeys(("ii", "iii", "iv", "v"), "fedca"),
+    ),
     ("fedca/variants/cifar10/iid/cnn5", (), {"printed": "fedca"}),
     (
         "fcl/table1",
@@ -199,6 +203,21 @@ def test_paper_and_code_are_both_reachable() -> None:
     assert (code["divergence"], code["symmetric"]) == ("mean_conv_l2", True)
     code = load("mfcl/variants/cifar10/sc2/pn-code").method
     assert (code["statistics"], code["refresh"]) == ("avg_moments", "per_epoch")
+
+
+def test_figure_5_of_fedca() -> None:
+    """(i) is the paper's FedSimCLR; without ensembling the received model makes the rows."""
+    rows = {row: f"fedca/figure5/iid/{row}" for row in ("i", "ii", "iii", "iv", "v")}
+    assert digest(rows["i"]) == digest("fedca/table2/cifar10/iid/resnet50/fedsimclr")
+    assert digest(rows["v"]) == digest("fedca/table2/cifar10/iid/resnet50/fedca")
+    made: dict[str, Any] = {row: load(a).make_method() for row, a in rows.items() if row != "i"}
+    assert {row: m.maker for row, m in made.items() if m.dictionary} == {
+        "iii": "global",
+        "iv": "local",
+        "v": "local",
+    }
+    assert {row for row, m in made.items() if m.alignment} == {"ii", "v"}
+    assert {m.align_reduction for m in made.values()} == {"sum"}
 
 
 def test_small_budget_by_options() -> None:

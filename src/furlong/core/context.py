@@ -67,6 +67,11 @@ class Setup:
     server_threads: int = 1  # for what the server computes; part of the result's bits
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    def steps(self, client: int) -> int:
+        """How many batches a client's local epochs have in a round, see ``batches_of``."""
+        images = self.sizes[client]
+        return self.epochs * (images // min(self.batch_size, images))
+
 
 @dataclass(frozen=True)
 class Shard:

@@ -138,6 +138,10 @@ class Method(ABC, Generic[S, C, D, U]):
         for index in range(setup.rounds):
             yield Exchange(round=index)
 
+    def advice(self, setup: Setup) -> list[str]:  # noqa: ARG002
+        """What a user should be told before a run with ``setup``: each a fact and its remedy."""
+        return []
+
     def architecture(self, encoder: str) -> str:
         """The name (see ``nn.encoders.build_encoder``) of what :meth:`encoder` gives."""
         return encoder

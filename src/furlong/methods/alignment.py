@@ -52,6 +52,14 @@ def train_alignment(simclr: FedSimCLR, count: int, epochs: int, ctx: ServerConte
     return Alignment(snapshot(net), data.pixels(torch.arange(len(data))))
 
 
+def outline(weights: Weights, count: int, ctx: ServerContext) -> Alignment:
+    """What :func:`train_alignment` gives, in size only; public images need not be there."""
+    images = count if ctx.public is None else min(count, len(ctx.public))
+    side = ctx.setup.image_size
+    pixels = torch.zeros(images, ctx.setup.channels, side, side, dtype=torch.uint8)
+    return Alignment(weights, pixels)
+
+
 def targets(net: nn.Module, pixels: Tensor, ctx: ClientContext) -> tuple[Tensor, Tensor]:
     """The h n×d_h and z n×d_z that the alignment model ``net`` makes of the images."""
     size = ctx.setup.batch_size

@@ -5,19 +5,21 @@ arXiv:2010.08982, 2020; FITEE 2023, doi:10.1631/FITEE.2200268.
     L   = CE([z̃_i z̃_jᵀ, z̃_i dictᵀ]/τ, 0…N-1) + β·(‖h_align - h‖² + ‖z_align - z‖²)
     Z_t ← α·Z_{t-1} + (1 - α)·z_t for every local image, Z_0 = 0;   dictionary row = Z_t/‖Z_t‖
 
-Papers are silent or at odds here: a client uploads its share ⌈K·n_k/Σn⌉ of the dictionary's K rows,
-made by the model it has just trained (or by the one it received: dict_model). Where not everybody
+The model that a client received makes the rows of a plain dictionary (Section 4.1); with temporal
+ensembling the model that it has just trained makes them (Eqs. 9 and 10, Algorithm 1). Papers are
+silent here: a client uploads its share ⌈K·n_k/Σn⌉ of the dictionary's K rows. Where not everybody
 takes part (they always do in the papers), the server keeps the newest rows of each client, and t
 counts a client's participations. The alignment model is SimCLR on the public images, of which each
 step draws a mini-batch.
 
-Figure 5: (i) dictionary = 0 and alignment = 0, (ii) dictionary = 0, (iii) ensembling = 0 and
-alignment = 0, (iv) alignment = 0, (v) the defaults. (i) is not quite fedsimclr, whose loss has both
-directions and 2N - 2 negatives: here there are N - 1, all from the other view.
+Figure 5: (i) is fedsimclr, (ii) dictionary = 0, (iii) ensembling = 0 and alignment = 0,
+(iv) alignment = 0, (v) the defaults. With dictionary = 0 and alignment = 0 this is not fedsimclr:
+its loss has both directions and 2N - 2 negatives, here there are N - 1, all from the other view.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -30,11 +32,12 @@ from furlong.core.context import ClientContext, Context, ServerContext, Setup
 from furlong.core.method import Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
-from furlong.methods.alignment import Alignment, distance, outputs, targets, train_alignment
+from furlong.methods.alignment import Alignment, distance, outline, targets, train_alignment
 from furlong.methods.base import WEIGHTS_REVEAL, Model
+from furlong.methods.dictionary import drawn, joined, projections, share, short_rounds
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.methods.networks import Projecting, backbone, named_head
-from furlong.nn.losses import dictionary_nce
+from furlong.nn.losses import dictionary_mass, dictionary_nce
 from furlong.nn.peernorm import peers
 from furlong.settings import setting
 
@@ -110,12 +113,14 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
     align_images: int = setting(3200, "How many public images every client gets, once.", at_least=1)
     align_epochs: int = setting(100, "The epochs of the alignment model.", at_least=1)
     align_reduction: Literal["mean", "sum"] = setting(
-        "mean",
-        "Over the images of a mini-batch; dimensions are summed. The sum is as printed, and "
-        "stronger by the batch size.",
+        "sum",
+        "Over the images of a mini-batch; dimensions are summed. The papers print the sum "
+        "(Eqs. 11 and 12); the mean is weaker by the batch size.",
     )
-    dict_model: Literal["local", "global"] = setting(
-        "local", "Which model makes rows: the trained (Algorithm 1) or the received one (text)."
+    dict_model: Literal["auto", "local", "global"] = setting(
+        "auto",
+        "Which model makes rows: the one that the client has trained, or the global one that it "
+        "received. As in the papers, auto is local with ensembling and global without.",
     )
     dict_upload: Literal["sample", "full"] = setting(
         "sample", "Send the client's share of rows, or all of them, of which the server samples."
@@ -130,6 +135,16 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
     def needs_public(self) -> bool:  # type: ignore[override]
         """Only for the alignment model."""
         return self.alignment > 0
+
+    @property
+    def maker(self) -> str:
+        """Which model makes rows, local or global."""
+        stage = "local" if self.ensembling else "global"
+        return stage if self.dict_model == "auto" else self.dict_model
+
+    def advice(self, setup: Setup) -> list[str]:
+        """Of rounds too short for a dictionary alone."""
+        return [] if self.alignment else short_rounds(self.dictionary, setup)
 
     def init_server(self, ctx: ServerContext) -> Server:
         """A freshly initialised network, and the alignment model trained on public images."""
@@ -147,11 +162,7 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
     def download(self, server: Server, client: int, ctx: ServerContext) -> Down:
         """The dictionary is everybody's newest rows, in the order of clients."""
         rows = [r for k, r in server.rows.items() if not (self.exclude_own and k == client)]
-        # every share was rounded up, so there may be a row too many for each of some clients
-        spare = max(0, sum(map(len, rows)) - self.dictionary)
-        keep = len(rows) - spare
-        rows = [*rows[:keep], *(r[:-1] for r in rows[keep:])]
-        dictionary = torch.cat([self.blank(0, ctx), *rows])[: self.dictionary]
+        dictionary = joined(rows, self.dictionary) if rows else self.blank(0, ctx)
         alignment = None if client in server.told else server.alignment
         return Down(server.weights, dictionary, alignment)
 
@@ -174,21 +185,22 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
     def train(
         self, net: nn.Module, state: State, dictionary: Tensor, ctx: ClientContext
     ) -> dict[str, float]:
-        """The local epochs; the means of the losses."""
-        optimiser, parts = ctx.optimiser(net), []
+        """The local epochs; means of the losses and of the dictionary's part in the softmax."""
+        optimiser, seen = ctx.optimiser(net), defaultdict[str, list[Tensor]](list)
         for batch in ctx.batches():
             with peers(net):
                 z1, z2 = net(torch.cat(batch.views())).chunk(2)
             loss = dictionary_nce(z1, z2, dictionary, self.temperature, self.symmetric)
+            if len(dictionary):
+                seen["dictionary_mass"] += [dictionary_mass(z1, z2, dictionary, self.temperature)]
             if self.alignment:
                 apart = self.distance(net, state, ctx)
-                parts.append(torch.stack([loss.detach(), apart.detach()]))
+                seen["contrastive"] += [loss.detach()]
+                seen["alignment"] += [apart.detach()]
                 loss = loss + self.alignment * apart
             optimiser.step(loss)
-        metrics = optimiser.metrics()
-        if parts:
-            means = torch.stack(parts).mean(dim=0).tolist()
-            metrics |= dict(zip(("contrastive", "alignment"), means, strict=True))
+        means = {name: float(torch.stack(values).mean()) for name, values in seen.items()}
+        metrics = optimiser.metrics() | means
         if len(dictionary):  # 1: all rows are one, and there is nothing to tell images apart by
             metrics["dictionary_cosine"] = float(dictionary.mean(dim=0).square().sum())
         return metrics
@@ -201,15 +213,13 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
 
     def ensembled(self, model: str, net: nn.Module, state: State, ctx: ClientContext) -> State:
         """The state with the new Z, if ``model`` is the one that makes rows."""
-        if not self.dictionary or model != self.dict_model:
+        if not self.dictionary or model != self.maker:
             return state
         return replace(state, ensemble=self.ensemble(net, state.ensemble, ctx))
 
     def ensemble(self, net: nn.Module, before: Tensor | None, ctx: ClientContext) -> Tensor:
         """Z after this round, not normalised."""
-        # not ctx.batches, which counts images trained on
-        pieces = torch.split(torch.arange(len(ctx.data)), ctx.setup.batch_size)
-        z = outputs(net, (ctx.setup.augment.plain(ctx.data.pixels(rows)) for rows in pieces), ctx)
+        z = projections(net, ctx)
         return torch.lerp(z, torch.zeros_like(z) if before is None else before, self.ensembling)
 
     def rows(self, state: State, ctx: ClientContext) -> Tensor:
@@ -217,16 +227,8 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
         if state.ensemble is None:
             return self.blank(0, ctx)
         rows = F.normalize(state.ensemble, dim=1)  # the bias correction 1/(1 - αᵗ) would cancel
-        return rows if self.dict_upload == "full" else self.sample(rows, ctx.client, ctx.setup)
-
-    def share(self, client: int, setup: Setup) -> int:
-        """How many rows of the dictionary are ``client``'s."""
-        own, everybody = setup.sizes[client], sum(setup.sizes.values())
-        return min(own, -(-self.dictionary * own // everybody))
-
-    def sample(self, rows: Tensor, client: int, setup: Setup) -> Tensor:
-        """The client's share of ``rows``, drawn without replacement."""
-        return rows[torch.randperm(len(rows))[: self.share(client, setup)]]
+        full = self.dict_upload == "full"
+        return rows if full else drawn(rows, share(self.dictionary, ctx.client, ctx.setup))
 
     def blank(self, count: int, ctx: Context) -> Tensor:
         """``count`` dictionary rows of zeros, count×d_z."""
@@ -235,7 +237,7 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
     def expected(self, server: Server, client: int, ctx: ServerContext) -> Up:
         """A network, and the client's share of rows or all of them."""
         full = self.dictionary and self.dict_upload == "full"
-        count = ctx.setup.sizes[client] if full else self.share(client, ctx.setup)
+        count = ctx.setup.sizes[client] if full else share(self.dictionary, client, ctx.setup)
         return Up(server.weights, self.blank(count, ctx))
 
     def aggregate(self, server: Server, reports: Reports[Up], ctx: ServerContext) -> Server:
@@ -246,7 +248,7 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
             combined.add(Model(report.upload.weights), report.examples)
             sent = report.upload.rows.clone()  # not a piece of the message's memory
             if self.dict_upload == "full":
-                sent = self.sample(sent, report.client, ctx.setup)
+                sent = drawn(sent, share(self.dictionary, report.client, ctx.setup))
             rows[report.client] = sent
         weights = combined.onto(Model(server.weights)).weights
         return self.heard(replace(server, weights=weights), rows)
@@ -259,14 +261,12 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
     def outline(self, server: Server | None, cohort: list[int], ctx: ServerContext) -> Server:
         """As :meth:`init_server` and :meth:`aggregate` without training; needs no public images."""
         if server is not None:
-            rows = {client: self.blank(self.share(client, ctx.setup), ctx) for client in cohort}
+            counts = {k: share(self.dictionary, k, ctx.setup) for k in cohort}
+            rows = {k: self.blank(count, ctx) for k, count in counts.items()}
             return self.heard(server, rows)
         weights, alignment = snapshot(self.network(ctx)), None
         if self.alignment:
-            most = self.align_images if ctx.public is None else len(ctx.public)
-            count, side = min(self.align_images, most), ctx.setup.image_size
-            pixels = torch.zeros(count, ctx.setup.channels, side, side, dtype=torch.uint8)
-            alignment = Alignment(weights, pixels)
+            alignment = outline(weights, self.align_images, ctx)
         return Server(weights, {}, alignment, ())
 
     def encoder(self, server: Server, ctx: ServerContext) -> nn.Module:

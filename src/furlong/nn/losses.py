@@ -89,9 +89,24 @@ def dictionary_nce(
     if symmetric:
         there = dictionary_nce(z1, z2, dictionary, temperature)
         return (there + dictionary_nce(z2, z1, dictionary, temperature)) / 2
-    candidates = F.normalize(torch.cat([z2, dictionary.detach()]), dim=1)
-    logits = F.normalize(z1, dim=1) @ candidates.T / temperature
+    logits = _dictionary_logits(z1, z2, dictionary, temperature)
     return F.cross_entropy(logits, torch.arange(len(z1), device=z1.device))
+
+
+@torch.no_grad()
+def dictionary_mass(z1: Tensor, z2: Tensor, dictionary: Tensor, temperature: float) -> Tensor:
+    """P_D, for the log: the mean share of the softmax of :func:`dictionary_nce` on ``dictionary``.
+
+    In the direction from ``z1`` to ``z2``. Near 0 the dictionary plays no part in training.
+    """
+    logits = _dictionary_logits(z1, z2, dictionary, temperature)
+    return logits.softmax(dim=1)[:, len(z2) :].sum(dim=1).mean()
+
+
+def _dictionary_logits(z1: Tensor, z2: Tensor, dictionary: Tensor, temperature: float) -> Tensor:
+    """N×(N+K): each row of ``z1`` with all of ``z2`` and of ``dictionary``."""
+    candidates = F.normalize(torch.cat([z2, dictionary.detach()]), dim=1)
+    return F.normalize(z1, dim=1) @ candidates.T / temperature
 
 
 def alignment_loss(

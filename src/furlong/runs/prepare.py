@@ -112,7 +112,7 @@ def prepare(settings: Config, *, training: bool = True, members: Members | None 
         folder=Path(settings.run.out) / "server" if settings.run.out else None,
         min_clients=settings.train.min_clients,
     )
-    notes += _notes(settings, method, training)
+    notes += _notes(settings, method, setup, training)
     settings = resolved(settings, method, len(split.indices))
     return Prepared(settings, method, train, test, split, federation, server, notes)
 
@@ -132,7 +132,7 @@ def resolved(settings: Config, method: AnyMethod, clients: int | None) -> Config
     )
 
 
-def _notes(settings: Config, method: AnyMethod, training: bool) -> list[str]:
+def _notes(settings: Config, method: AnyMethod, setup: Setup, training: bool) -> list[str]:
     """What a user should know about these settings."""
     notes, name, bound = [], settings.method["name"], settings.run.bound
     if bound != "none" and settings.server.rule != "mean":
@@ -142,6 +142,8 @@ def _notes(settings: Config, method: AnyMethod, training: bool) -> list[str]:
         )
     if method.caution and training:
         notes.append(f"known criticism of {name}: {method.caution}")
+    if training:
+        notes += method.advice(setup)
     if method.bn_stats == "local":
         notes.append(
             "bn_stats = local: BatchNorm statistics stay on the clients, so the evaluated and "

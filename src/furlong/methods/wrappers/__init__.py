@@ -48,6 +48,10 @@ class Wrapping(Method[S, Any, Any, Any]):
         """As the method plans."""
         return self.inner.plan(setup)
 
+    def advice(self, setup: Setup) -> list[str]:
+        """The method's."""
+        return self.inner.advice(setup)
+
     def architecture(self, encoder: str) -> str:
         """As the method has it."""
         return self.inner.architecture(encoder)
