@@ -133,7 +133,13 @@ def test_fedu_for_a_resnet18(furlong_: Call) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_one_method_in_words(furlong_: Call, name: str) -> None:
     text = furlong_("methods", name, "--encoder", "small").out
-    for word in ("paper:", "usually run with:", "stays on the client:", "leaves the client:", "params"):
+    for word in (
+        "paper:",
+        "usually run with:",
+        "stays on the client:",
+        "leaves the client:",
+        "params",
+    ):
         assert word in text
     found = furlong_("methods", name, "--encoder", "small", "--json").json
     assert found["fields"].get("projection_head", "mlp:").startswith("mlp:")
