@@ -102,9 +102,7 @@ def test_the_queue_counts_when_it_is_full(
         assert {tuple(scores.shape) for _, scores, _ in calls} == {(2, 8, 6)}
 
 
-def test_the_queue_is_what_a_client_keeps(
-    prepared: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_queue_is_what_a_client_keeps(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows are the last projections, the newest last; without a queue nothing is kept."""
     p = prepared("fedswav")
     seen: list[Tensor] = []

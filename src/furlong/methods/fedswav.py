@@ -7,9 +7,9 @@ NeurIPS 2020 (github.com/facebookresearch/swav); a baseline of FCL and MFCL.
     L = -½·mean( Σ q₁·log softmax(s₂/τ) + Σ q₂·log softmax(s₁/τ) )
     C ← C with unit rows after every step, and after averaging: a mean of unit rows is shorter
 
-With a queue, Sinkhorn's batch also has the client's last projections (not the loss), from the epoch
-``queue_from`` on and only when the queue is full. As in the official code they are kept from step to
-step, here also from round to round.
+A queue of the client's last projections enlarges Sinkhorn's batch. It begins to fill at the epoch
+``queue_from`` and counts only when it is full, as in the official code; the client keeps it from
+round to round.
 
 Two views of the whole image; the paper's further small crops (multi-crop) are left out.
 

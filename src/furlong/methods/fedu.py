@@ -75,8 +75,9 @@ class FedU(Byol[State | None]):
     )
     threshold_kind: Literal["absolute", "relative"] = setting(
         "absolute",
-        "What μ is compared with: the divergence itself (the paper), or the divergence over that "
-        "of the client's first local training, which no learning rate or size of network changes.",
+        "What μ is compared with: the divergence itself (the paper), or its ratio to the divergence "
+        "of the client's first local training, where divergences are larger or smaller than the "
+        "paper's.",
     )
     divergence: Literal["mean_conv_l2", "sq_l2"] = setting(
         "mean_conv_l2", "How the divergence is measured: as in EasyFL, or as the paper writes it."
