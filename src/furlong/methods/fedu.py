@@ -75,9 +75,8 @@ class FedU(Byol[State | None]):
     )
     threshold_kind: Literal["absolute", "relative"] = setting(
         "absolute",
-        "What μ is compared with: the divergence itself (the paper), or its ratio to the divergence "
-        "of the client's first local training, where divergences are larger or smaller than the "
-        "paper's.",
+        "What μ is compared with: the divergence itself (the paper), or its ratio to that of the "
+        "client's first local training, where divergences are larger or smaller than the paper's.",
     )
     divergence: Literal["mean_conv_l2", "sq_l2"] = setting(
         "mean_conv_l2", "How the divergence is measured: as in EasyFL, or as the paper writes it."
