@@ -38,7 +38,7 @@ EXTRAS: dict[str, dict[str, Any]] = {  # what a method needs to be run at all, o
         "method.dictionary": 12,
     },
     "fcl": {"method.bank": 16, "method.neighbours": 3},
-    "fedswav": {"method.prototypes": 6, "method.queue": 16},
+    "fedswav": {"method.prototypes": 6, "method.queue": 16, "method.queue_from": 0},
     "orchestra": {
         "method.memory": 16,
         "method.local_clusters": 4,

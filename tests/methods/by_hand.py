@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -99,6 +99,75 @@ def assert_same(net: nn.Module, sent: Weights, start: Weights) -> None:
     for name, parameter in net.named_parameters():
         way = (parameter.detach() - start[name]).norm()
         assert (sent[name] - parameter.detach()).norm() <= 0.01 * way + 1e-6, name
+
+
+class ByolNets(NamedTuple):
+    """BYOL's networks after training, what they started from, and the mean loss."""
+
+    online: nn.Module
+    target: nn.Module
+    predictor: nn.Module
+    start: tuple[Weights, Weights, Weights]
+    loss: float
+
+    def assert_are(self, **given: Weights | None) -> None:
+        """Every parameter, up to 1 % of the way that it went, and every statistic of the given."""
+        starts = dict(zip(("online", "target", "predictor"), self.start, strict=True))
+        for part, weights in given.items():
+            if weights is None:
+                continue
+            net = getattr(self, part)
+            assert_same(net, weights, starts[part])
+            for name, value in net.named_buffers():
+                torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-4)
+
+    @property
+    def weights(self) -> tuple[Weights, Weights, Weights]:
+        """Of the online network, the target and the predictor."""
+        online, target, predictor = (
+            {name: value.detach().clone() for name, value in net.state_dict().items()}
+            for net in (self.online, self.target, self.predictor)
+        )
+        return online, target, predictor
+
+
+def byol_by_hand(
+    p: Any,
+    ctx: ClientContext,
+    start: tuple[Weights, Weights, Weights],
+    decay: float,
+    symmetric: bool = True,
+) -> ByolNets:
+    """Grill et al. 2020 in plain torch, from the weights of online network, target, predictor.
+
+    Each step lowers |p/‖p‖ - t/‖t‖|², p predicted from one view and t the target of the other view;
+    then the target goes to decay·target + (1 - decay)·online.
+    """
+    online, target = twin(p, ctx, start[0]), twin(p, ctx, start[1])
+    predictor = p.method.new_predictor(ctx)
+    predictor.load_state_dict(start[2])
+    losses = []
+
+    def distance(view: Tensor, wanted: Tensor) -> Tensor:
+        predicted = predictor(online(view))
+        predicted = predicted / predicted.norm(dim=1, keepdim=True)
+        wanted = wanted / wanted.norm(dim=1, keepdim=True)
+        return (predicted - wanted).square().sum(1).mean()
+
+    def loss_of(batch: Batch) -> Tensor:
+        v1, v2 = batch.views()
+        with torch.no_grad():
+            t1, t2 = target(v1), target(v2)
+        loss = distance(v1, t2)
+        return loss + distance(v2, t1) if symmetric else loss
+
+    with seeded(p.setup.device, "train"):
+        for batch in ctx.batches():
+            losses.append(descend([batch], loss_of, online, predictor))
+            with torch.no_grad():
+                for own, new in zip(target.parameters(), online.parameters(), strict=True):
+                    own.copy_(decay * own + (1 - decay) * new)
+    return ByolNets(online, target, predictor, start, sum(losses) / len(losses))
 
 
 def assert_round(p: Any, loss_of: Callable[[Any, Batch], Tensor], batch_size: int = 24) -> None:

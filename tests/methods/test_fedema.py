@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import local_context
+from by_hand import byol_by_hand, local_context, plain_client, trained, twin
 
-from furlong.core.weights import lerp
+from furlong.core.weights import lerp, snapshot
 from furlong.methods import fedema
 from furlong.methods.byol import Shared, Triple
 from furlong.methods.fedema import FedEMA
+from furlong.seeding import seeded
 
 
 def scalar(value: float) -> dict[str, torch.Tensor]:
@@ -74,3 +75,35 @@ def test_lerp_takes_buffers_from_the_global_model() -> None:
     blended = lerp(own, other, 0.3)
     assert blended["w"].item() == pytest.approx(0.7)
     assert blended["bn.running_mean"].item() == 0.0
+
+
+def test_two_rounds_of_a_client_by_hand(prepared: Any) -> None:
+    """The second from 0.7·own + 0.3·global: μ is τ at the first blend; the target stays."""
+    p = prepared("fedema", **{"method.decay": 0.6})
+    down, ctx = p.server.init(), plain_client(p, batch_size=12)
+    first = trained(p, ctx, down)
+    hand = byol_by_hand(p, ctx, (down.encoder, down.encoder, down.predictor), 0.6)
+    kept = first.state
+    hand.assert_are(online=kept.online, target=kept.target, predictor=kept.predictor)
+    assert first.metrics["loss"] == pytest.approx(hand.loss, rel=1e-4)
+    encoder = snapshot(twin(p, ctx))
+    with seeded(p.setup.device, "Ψ"):
+        predictor = snapshot(p.method.new_predictor(ctx))
+    ctx = plain_client(p, exchange=1, batch_size=12)
+    second = trained(p, ctx, Shared(encoder, predictor), kept)
+    online, target, own = hand.weights
+
+    def blend(mine: Any, theirs: Any) -> Any:
+        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        return {
+            name: theirs[name]
+            if name.endswith(statistics)
+            else 0.7 * mine[name] + 0.3 * theirs[name]
+            for name in mine
+        }
+
+    hand = byol_by_hand(p, ctx, (blend(online, encoder), target, blend(own, predictor)), 0.6)
+    kept = second.state
+    hand.assert_are(online=kept.online, target=kept.target, predictor=kept.predictor)
+    hand.assert_are(online=second.upload.encoder, predictor=second.upload.predictor)
+    assert second.metrics["loss"] == pytest.approx(hand.loss, rel=1e-4)
