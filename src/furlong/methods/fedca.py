@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
 from furlong.core.context import ClientContext, Context, ServerContext, Setup
-from furlong.core.method import Local, Method, Reports
+from furlong.core.method import USUAL, Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
 from furlong.methods.alignment import Alignment, distance, outline, targets, train_alignment
@@ -104,6 +104,7 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
         "semi-supervised protocol is not that of the other papers. It gives neither τ nor how "
         "the alignment model was trained: 0.5 and SimCLR are choices made here."
     )
+    usual = {**USUAL, "method.align_epochs": 20}
     usual_small = {"projection_head": "mlp:256:128"}
 
     temperature: float = setting(0.5, "The temperature τ, which no paper gives.", above=0)
