@@ -319,9 +319,11 @@ def test_alignment_pulls_towards_the_alignment_model(prepared: Any) -> None:
         case.train(case.down(case.start, 0), 0).metrics
         for case in (Case(prepared, alignment=1e-6), Case(prepared, alignment=0.5))
     )
-    assert set(far) == {"loss", "contrastive", "alignment"}
-    assert near["alignment"] < far["alignment"]
-    assert near["loss"] == pytest.approx(near["contrastive"] + 0.5 * near["alignment"], rel=1e-4)
+    assert set(far) == {"loss", "contrastive", "alignment_loss"}
+    assert near["alignment_loss"] < far["alignment_loss"]
+    assert near["loss"] == pytest.approx(
+        near["contrastive"] + 0.5 * near["alignment_loss"], rel=1e-4
+    )
 
 
 def test_the_alignment_model_is_sent_once(prepared: Any) -> None:
@@ -354,7 +356,7 @@ def test_what_a_client_keeps_survives_the_store(prepared: Any) -> None:
     told = case.method.aggregate(case.start, [case.answer(case.start, 0)], case.at(0))
     assert traffic(case.down(told, 0)).total < traffic(case.down(case.start, 0)).total / 1.9
     report = run_client(case.method, case.down(told, 0, 1), case.client(0, 1), store)
-    assert report.metrics["alignment"] > 0
+    assert report.metrics["alignment_loss"] > 0
     store.close()
 
 

@@ -15,11 +15,13 @@ import pytest
 import torch
 from conftest import tiny
 from PIL import Image
+from torch import nn
 
 import furlong
 from furlong.core.payload import parts, traffic
 from furlong.core.weights import snapshot
 from furlong.errors import FurlongError
+from furlong.evaluation.quality import QUALITY
 from furlong.runs import config, evaluate, loop
 from furlong.runs.cost import flows
 from furlong.runs.datasets import load_data, load_public
@@ -159,7 +161,7 @@ def test_metrics_have_a_line_per_exchange(finished: Any) -> None:
     assert [line["exchange"] for line in found] == [0, 1]
     assert [line["round"] for line in found] == [0, 1]
     for line in found:
-        assert set(line) == {
+        assert set(line) - {"untrained"} == {
             "exchange", "round", "kind", "loss", "knn", "seconds", "images_per_second", "bytes_up",
             "bytes_down", "up", "down", "clients", "failures", "alignment", "uniformity",
             "effective_rank", "spread",
@@ -173,6 +175,8 @@ def test_metrics_have_a_line_per_exchange(finished: Any) -> None:
         assert all(each["images"] == 24 for each in line["clients"].values())
         assert line["failures"] == []
     assert found[0]["knn"] is None  # every second round
+    assert "untrained" not in found[0]
+    assert set(found[1]["untrained"]) == {"knn", *QUALITY}
     assert 0 <= found[1]["knn"] <= 1
 
 
@@ -252,11 +256,12 @@ def test_the_monitor_leaves_the_encoder_as_it_is(finished: Any) -> None:
     run: Run = finished[0]
     encoder = run.encoder.train()
     before = snapshot(encoder)
-    monitor = Monitor(prepare(config.load(run.folder / "config.toml")), lambda _: None)
+    p = prepare(config.load(run.folder / "config.toml"))
+    monitor = Monitor(p, nn.Flatten(), lambda _: None)
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
     found = monitor.measure({"federated": encoder})
-    assert 0 <= found["knn"] <= 1  # type: ignore[operator]
+    assert 0 <= found["federated"]["knn"] <= 1
     assert monitor.measure({"federated": encoder}) == found
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads

@@ -28,7 +28,7 @@ from furlong.core.weights import ema_, snapshot
 from furlong.data.augment import extremes
 from furlong.errors import FurlongError, require
 from furlong.methods.bank import enqueue, new_bank
-from furlong.methods.base import WEIGHTS_REVEAL
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL
 from furlong.methods.fedmoco import Nets
 from furlong.methods.instahide import check_limits, instahide
 from furlong.methods.networks import Projecting, backbone, named_head
@@ -90,6 +90,7 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         "its newest feature vectors (method.bank of its images and as many of encoded images), "
         'and with encoding = "cross" the public images'
     )
+    remedy = CONTRASTIVE_REMEDY
     leaves = (
         "Weights of the query and the key network, and method.bank feature vectors of the client, "
         "which the server forwards to every other client. Everybody holds the network that made "

@@ -19,7 +19,7 @@ directions and 2N - 2 negatives: here there are N - 1, all from the other view.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ from furlong.core.method import Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
 from furlong.methods.alignment import Alignment, distance, outputs, targets, train_alignment
-from furlong.methods.base import WEIGHTS_REVEAL, Model
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Model
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.losses import dictionary_nce
@@ -85,6 +85,13 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
         "FITEE 2023, doi:10.1631/FITEE.2200268"
     )
     pairs_views = True
+    remedy = CONTRASTIVE_REMEDY
+    explains: ClassVar = {
+        "contrastive": "The part of the loss that tells images apart.",
+        "alignment_loss": "The distance from the alignment model on public images, before β.",
+        "dictionary_cosine": "The mean cosine between any two rows of the dictionary that a client "
+        "receives. Near 1 all rows are one, and there is nothing to tell images apart by.",
+    }
     keeps = (
         "a running mean of the projections of its images; the public alignment images with the "
         "alignment model's representations of them"
@@ -187,7 +194,7 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
         metrics = optimiser.metrics()
         if parts:
             means = torch.stack(parts).mean(dim=0).tolist()
-            metrics |= dict(zip(("contrastive", "alignment"), means, strict=True))
+            metrics |= dict(zip(("contrastive", "alignment_loss"), means, strict=True))
         if len(dictionary):  # 1: all rows are one, and there is nothing to tell images apart by
             metrics["dictionary_cosine"] = float(dictionary.mean(dim=0).square().sum())
         return metrics

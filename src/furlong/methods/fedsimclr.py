@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from furlong.core.context import Batch
 from furlong.core.payload import Weights
 from furlong.core.weights import prefixed
-from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, OneNetwork
 from furlong.methods.networks import Projecting, named_head, proximal
 from furlong.nn.losses import nt_xent
 from furlong.nn.peernorm import peers
@@ -30,6 +30,7 @@ class FedSimCLR(Projecting, OneNetwork):
     paper = "Chen et al. 2020 (SimCLR), averaged as in McMahan et al. 2017"
     pairs_views = True
     leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    remedy = CONTRASTIVE_REMEDY
 
     temperature: float = setting(0.5, "The temperature τ of the loss.", above=0)
     projection_head: str = named_head("proj_128")

@@ -46,6 +46,10 @@ class FedSwAV(Projecting, Averaging[Prototyped, None]):
     paper = "Caron et al. 2020 (SwAV), averaged as in McMahan et al. 2017"
     pairs_views = True
     leaves = f"Encoder, projector and prototype weights. {WEIGHTS_REVEAL}"
+    remedy = (
+        "Try a lower --method.epsilon: if it exceeds the spread of the scores, every image is "
+        "assigned to all prototypes alike, and nothing is learnt. Else a lower --optimiser.lr."
+    )
 
     prototypes: int = setting(300, "The prototypes P (the paper: 3,000).", at_least=1)
     epsilon: float = setting(0.05, "The temperature ε of Sinkhorn's assignments.", above=0)

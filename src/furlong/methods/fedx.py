@@ -17,7 +17,7 @@ from torch import Tensor
 from furlong.core.context import ClientContext
 from furlong.core.method import Local
 from furlong.core.weights import snapshot
-from furlong.methods.base import WEIGHTS_REVEAL, Model, OneModel
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Model, OneModel
 from furlong.methods.networks import WithPredictor, named_head
 from furlong.nn.losses import nt_xent, relational
 from furlong.settings import setting
@@ -32,6 +32,7 @@ class FedX(WithPredictor, OneModel[None]):
         "ECCV 2022"
     )
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
+    remedy = CONTRASTIVE_REMEDY
 
     temperature: float = setting(0.1, "The temperature of the losses.", above=0)
     local_temperature: float = setting(

@@ -44,6 +44,7 @@ _MARKS = "osD^vP*Xdhp<>"
 # Tol's "muted", for more classes than _SERIES has colours; lighter where it would be lost on black
 _CLASSES = ("#4f46b0", "#88ccee", "#44aa99", "#2c8f4e", "#999933",
             "#ddcc77", "#cc6677", "#a8326a", "#aa4499", "#9a9a9a")  # fmt: skip
+_SMALL = 3.2  # inches, of one of many
 _WIDTH = 4.8  # inches: on a phone the text stays as large as the page's small print
 _SHADE = (0.0, 0.443, 0.698)  # near BLUE, but no variable; text on 80 % of it is readable always
 _MOST_LINES = 20  # more clients than this are shown as a band
@@ -71,12 +72,15 @@ def curves(
     each: Sequence[Points] = (),
     levels: Mapping[str, float] | None = None,
     unit: str = "",
+    small: bool = False,
 ) -> Figure:
     """Bold lines over rounds; ``each`` client thin behind them; ``levels`` dashed.
 
     ``unit``: "" for plain numbers, "%" for fractions shown as percentages, "B" for bytes.
+    ``small``: of many beside each other.
     """
-    figure, axes = _axes(2.7, x="round", y=ylabel, grid="y", unit=unit)
+    height, width = (2.0, _SMALL) if small else (2.7, _WIDTH)
+    figure, axes = _axes(height, x="round", y=ylabel, grid="y", unit=unit, width=width)
     if len(each) > _MOST_LINES:
         found = _gathered(each)
         low, high = ([np.quantile(ys, q) for ys in found.values()] for q in (0.1, 0.9))
@@ -105,8 +109,8 @@ def curves(
         )
     for name, level in (levels or {}).items():
         axes.axhline(level, color=ORANGE, linewidth=1.4, linestyle=_LEVEL, label=name)
-    axes.locator_params("y", nbins=6)
-    axes.locator_params("x", nbins=7, **_WHOLE)
+    axes.locator_params("y", nbins=4 if small else 6)
+    axes.locator_params("x", nbins=5 if small else 7, **_WHOLE)
     if unit == "B":
         axes.set_ylim(bottom=0)
     if len(axes.get_legend_handles_labels()[0]) > 1:
@@ -422,12 +426,13 @@ def save_all(drawings: Iterable[Drawing], folder: Path) -> None:
 
 
 def _axes(
-    height: float, title: str = "", *, x: str = "", y: str = "", grid: str = "", unit: str = ""
-) -> tuple[Figure, Any]:
+    height: float, title: str = "", *, x: str = "", y: str = "", grid: str = "", unit: str = "",
+    width: float = _WIDTH,
+) -> tuple[Figure, Any]:  # fmt: skip
     """A figure with axes named ``x`` and ``y``; ``grid``: y or both; ``unit``: of the y axis."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, height + (0.25 if title else 0)), layout="constrained")
+    figure = Figure(figsize=(width, height + (0.25 if title else 0)), layout="constrained")
     axes: Any = figure.add_subplot()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines[:].set_linewidth(0.8)
