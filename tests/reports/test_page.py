@@ -145,13 +145,25 @@ def test_whatever_a_method_logs_is_drawn_and_explained(tmp_path: Path) -> None:
         clients = {"0": {"dictionary_cosine": 0.8}, "1": {"dictionary_cosine": 1.0}}
         RunFolder(path).append(line(number, 3) | {"divergence": None, **found, "clients": clients})
     page = page_of(path)
-    section = page.split("What the method says of itself")[1].split("</section>")[0]
+    section = page.split("What the method logs of itself")[1].split("</section>")[0]
     assert section.count("<svg") == 2  # neither what every run logs nor what is no number
     assert "dictionary cosine" in section
     assert FedCA.explains["dictionary_cosine"].replace("'", "&#39;") in section
     assert "First: 0.9, last: 0.7." in section
     assert "As the method logs it. First: 7, last: 7." in section
-    assert section.count("The bold line is the clients&#39; mean") == 1 * 2  # caption and its label
+    assert section.count("The bold line is the clients&#39; mean") == 1
+
+
+def test_names_of_metrics_are_only_text(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False, done=0)
+    hostile = {"../../out": 1.0, "<script>": 2.0, "$x^": 3.0, "a" * 64: 4.0}
+    RunFolder(path).append(line(0, 3) | hostile)
+    page.build(path, tmp_path / "drawn")
+    text = (path / "report.html").read_text(encoding="utf-8")
+    assert [tag for tag, _ in Tags(text).found].count("script") == 1
+    assert text.split("What the method logs")[1].split("</section>")[0].count("<svg") == 5
+    assert (tmp_path / "drawn" / "..-..-out.svg").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drawn", "run"]
 
 
 def test_a_run_that_is_heading_for_collapse_says_so(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def _untrained(group: Group, logs: Logs) -> dict[str, float]:
 
 
 def _reasons(group: Group, logs: Logs) -> dict[str, tuple[str, str]]:
-    """Whatever else the methods log, as ``COURSES`` has it."""
+    """Whatever else several rows log, as ``COURSES`` has it."""
     found: dict[str, list[str]] = {}  # metric -> the methods that log it
     for row in group.own:
         lines = [line for run in logs[row.label] for line in run]
@@ -257,6 +257,7 @@ def _reasons(group: Group, logs: Logs) -> dict[str, tuple[str, str]]:
     return {
         name: (name.replace("_", " "), parts.explained(methods, name))
         for name, methods in found.items()
+        if len(methods) > 1
     }
 
 

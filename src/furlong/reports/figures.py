@@ -72,15 +72,48 @@ def curves(
     each: Sequence[Points] = (),
     levels: Mapping[str, float] | None = None,
     unit: str = "",
-    small: bool = False,
+    from_zero: bool = False,
 ) -> Figure:
     """Bold lines over rounds; ``each`` client thin behind them; ``levels`` dashed.
 
     ``unit``: "" for plain numbers, "%" for fractions shown as percentages, "B" for bytes.
-    ``small``: of many beside each other.
     """
-    height, width = (2.0, _SMALL) if small else (2.7, _WIDTH)
-    figure, axes = _axes(height, x="round", y=ylabel, grid="y", unit=unit, width=width)
+    figure, axes = _axes(2.7, x="round", y=ylabel, grid="y", unit=unit)
+    _clients(axes, each)
+    for number, (name, points) in enumerate(means.items()):
+        # the second may cover the first
+        style: dict[str, Any] = {"linestyle": (0, (4, 2.5))} if number else _marked(points)
+        axes.plot(
+            *zip(*points, strict=True), color=_SERIES[number % 4], linewidth=2, label=name, **style
+        )
+    for name, level in (levels or {}).items():
+        axes.axhline(level, color=ORANGE, linewidth=1.4, linestyle=_LEVEL, label=name)
+    axes.locator_params("y", nbins=6)
+    axes.locator_params("x", nbins=7, **_WHOLE)
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8.5)
+    return figure
+
+
+def panel(mean: Points, title: str, each: Sequence[Points] = ()) -> Figure:
+    """One of many small figures: a number over rounds, bold, and ``each`` client's thin behind."""
+    figure, axes = _axes(1.7, title, x="round", grid="y", width=_SMALL)
+    _clients(axes, each)
+    axes.plot(*zip(*mean, strict=True), color=BLUE, linewidth=2, **_marked(mean))
+    axes.locator_params("y", nbins=4)
+    axes.locator_params("x", nbins=5, **_WHOLE)
+    return figure
+
+
+def _marked(points: Points) -> dict[str, Any]:
+    """The style of a line whose points can be told apart, if there are few."""
+    return {"marker": "o", "markersize": 3.5} if len(points) <= 30 else {}
+
+
+def _clients(axes: Any, each: Sequence[Points]) -> None:
+    """A thin line per client, or a band if they are many."""
     if len(each) > _MOST_LINES:
         found = _gathered(each)
         low, high = ([np.quantile(ys, q) for ys in found.values()] for q in (0.1, 0.9))
@@ -98,24 +131,6 @@ def curves(
                 marker=mark,
                 label=label,
             )
-    for number, (name, points) in enumerate(means.items()):
-        style: dict[str, Any] = (
-            {"linestyle": (0, (4, 2.5))} if number else {}
-        )  # may cover the first
-        if not number and len(points) <= 30:
-            style |= {"marker": "o", "markersize": 3.5}
-        axes.plot(
-            *zip(*points, strict=True), color=_SERIES[number % 4], linewidth=2, label=name, **style
-        )
-    for name, level in (levels or {}).items():
-        axes.axhline(level, color=ORANGE, linewidth=1.4, linestyle=_LEVEL, label=name)
-    axes.locator_params("y", nbins=4 if small else 6)
-    axes.locator_params("x", nbins=5 if small else 7, **_WHOLE)
-    if unit == "B":
-        axes.set_ylim(bottom=0)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
-        figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8.5)
-    return figure
 
 
 def compared(
@@ -419,7 +434,8 @@ def save_all(drawings: Iterable[Drawing], folder: Path) -> None:
         raise FurlongError(f"cannot make the folder {folder}: {error.strerror}") from None
     for drawing in drawings:
         for kind in ("svg", "png"):
-            save(drawing.figure, folder / f"{drawing.name}.{kind}")
+            name = re.sub(r"[^\w.+-]+", "-", drawing.name)  # of metrics in anybody's folder
+            save(drawing.figure, folder / f"{name}.{kind}")
 
 
 # ---------------------------------------------------------------- parts

@@ -32,6 +32,7 @@ BOUNDS = {
     "single": "every client trained alone",
     "pooled": "all images were put in one place",
 }
+BOLD = "The bold line is the clients' mean, weighted by their numbers of images."
 FROZEN = ("knn", "linear", "linear-crops")
 TUNED = ("semi", "federated", "transfer")
 
@@ -56,6 +57,7 @@ def build(run: Path, drawings: Path | None = None) -> Path:
         "printed": list(_printed(record)),
         "curves": [*_curves(record, lines), *_plane(record)],
         "reasons": list(_reasons(record, lines)),
+        "bold": BOLD,
         "trouble": parts.trouble(record.method, lines),
         "split": list(parts.split_drawings(record.split)),
         "method": METHODS.get(record.method),
@@ -148,7 +150,7 @@ def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
     if rank := _points(lines, "effective_rank"):
         level, dashed = _level(untrained.get("effective_rank"))
         yield Drawing(
-            figures.curves({"rank": rank}, "effective rank", levels=level),
+            figures.curves({"rank": rank}, "effective rank", levels=level, from_zero=True),
             f"In how many directions the representations differ{whose}, measured without labels. "
             "Far below the untrained encoder's a run is heading for collapse; near 1 all images "
             f"look the same to the encoder.{dashed} Last: {rank[-1][1]:.1f}.",
@@ -167,7 +169,7 @@ def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
         sent = {way: _sum_up(lines, f"bytes_{way}") for way in ("up", "down")}
         sums = ", ".join(f"{size(points[-1][1])} {way}" for way, points in sent.items())
         yield Drawing(
-            figures.curves(sent, "sent so far", unit="B"),
+            figures.curves(sent, "sent so far", unit="B", from_zero=True),
             f"Bytes sent since the start, all clients together: {sums}.",
             "bytes",
         )
@@ -185,9 +187,10 @@ def _losses(lines: Sequence[Line]) -> Iterator[Drawing]:
     for kind, during, some in _by_kind(lines):
         if mean := _points(some, "loss"):
             each = _each(some, "loss")
+            bold = f" {BOLD}" if len(each) > 1 else ""
             yield Drawing(
                 figures.curves({"mean": mean}, "training loss", each=each),
-                f"Training loss{during} in every round.{_bold(each)} {_ends(mean)}",
+                f"Training loss{during} in every round.{bold} {_ends(mean)}",
                 f"loss{kind}",
             )
 
@@ -196,10 +199,10 @@ def _reasons(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
     """Whatever else the method logs: a small figure for each number."""
     for kind, during, some in _by_kind(lines):
         for name in dict.fromkeys(name for line in some for name in line.reasons):
-            mean, each = _points(some, name), _each(some, name)
+            mean, title = _points(some, name), name.replace("_", " ") + during
             yield Drawing(
-                figures.curves({"mean": mean}, name.replace("_", " "), each=each, small=True),
-                f"{parts.explained([run.method], name)}{during}{_bold(each)} {_ends(mean)}",
+                figures.panel(mean, title, _each(some, name)),
+                f"{parts.explained([run.method], name)} {_ends(mean)}",
                 f"{name}{kind}",
             )
 
@@ -210,12 +213,6 @@ def _by_kind(lines: Sequence[Line]) -> Iterator[tuple[str, str, list[Line]]]:
     for kind in kinds:
         ending, during = (f"-{kind}", f" in the exchanges “{kind}”") if len(kinds) > 1 else ("", "")
         yield ending, during, [line for line in lines if line.kind == kind]
-
-
-def _bold(each: Sequence[Any]) -> str:
-    if len(each) < 2:
-        return ""
-    return " The bold line is the clients' mean, weighted by their numbers of images."
 
 
 def _ends(points: Sequence[tuple[int, float]]) -> str:

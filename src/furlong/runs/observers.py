@@ -77,6 +77,7 @@ def line_of(result: ExchangeResult[Any]) -> dict[str, Any]:
         "round": result.exchange.round,
         "kind": result.exchange.kind,
         "knn": None,
+        "untrained": None,
         "seconds": round(result.seconds, 4),
         "images_per_second": round(_images(result) / max(result.seconds, 1e-9), 1),
         "bytes_up": result.up.total,
@@ -250,7 +251,7 @@ class TensorBoard:
         for name, value in line.items():
             if isinstance(value, int | float) and name not in ("exchange", "round"):
                 self._writer.add_scalar(name, value, step)
-        for name, value in line.get("untrained", {}).items():
+        for name, value in (line["untrained"] or {}).items():
             self._writer.add_scalar(f"untrained/{name}", value, step)
         for client, measured in line["clients"].items():
             for name, value in measured.items():
