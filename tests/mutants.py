@@ -1266,16 +1266,16 @@ MUTANTS = [
         Mutant(
             f"quality-{name}",
             "evaluation/quality.py",
-            "FALLEN, FALLEN_UNLABELLED, LOST = 0.5, 0.25, 0.95",
-            f"FALLEN, FALLEN_UNLABELLED, LOST = {values}",
+            "FALLEN, FAR_FALLEN, LOST = 0.5, 0.25, 0.95",
+            f"FALLEN, FAR_FALLEN, LOST = {values}",
             QUALITY,
             "a warning comes too early or too late",
         )
         for name, values in {
             "fallen-early": "0.55, 0.25, 0.95",
             "fallen-late": "0.45, 0.25, 0.95",
-            "unlabelled-early": "0.5, 0.3, 0.95",
-            "unlabelled-late": "0.5, 0.2, 0.95",
+            "far-early": "0.5, 0.3, 0.95",
+            "far-late": "0.5, 0.2, 0.95",
             "lost-early": "0.5, 0.25, 1.0",
             "lost-late": "0.5, 0.25, 0.9",
         }.items()

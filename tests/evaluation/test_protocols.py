@@ -496,7 +496,9 @@ UNTRAINED = numbers(40, 0.2)
         ([(19.9, 0.18), (20.1, 0.18)], ""),  # half of the untrained encoder's is enough
         ([(19.9, 0.191), (19.9, 0.18)], ""),  # kNN was as high as the untrained encoder's, almost
         ([(19.9, 0.18), (19.9, 0.191)], ""),
-        ([(3, 0.3), (3, 0.3)], ""),  # it learns
+        ([(9.9, 0.2), (9.9, 0.2)], "heading for collapse"),  # far below, and no better for it
+        ([(10.1, 0.2), (10.1, 0.2)], ""),
+        ([(3, 0.201), (3, 0.201)], ""),  # it learns
         ([(9, 0.1), (9, 0.1), (30, 0.1)], ""),  # it has recovered
         ([(1.9, 0.2)], "collapsed"),
         ([(2.1, 0.2)], ""),
