@@ -25,11 +25,13 @@ def make(
     done: int | None = None,
     finished: bool = True,
     failing: bool = False,
+    rank: float = 30.0,
     **options: Any,
 ) -> Path:
     """A run whose linear probe is ``linear``; ``classes=None``: its images have no labels.
 
-    ``done``: how many of the rounds; ``failing``: client 1 is refused twice; ``options``: settings.
+    ``done``: how many of the rounds; ``failing``: client 1 is refused twice; ``rank``: the
+    effective rank from the second round on; ``options``: settings.
     """
     given = {"method": method, "seed": seed, "clients": clients, "rounds": rounds, **options}
     settings = from_tree({}, given, "test")
@@ -38,10 +40,11 @@ def make(
     folder.write("partition.json", split(clients, classes))
     for number in range(rounds if done is None else done):
         refused = failing and number in (1, 2)
-        folder.append(line(number, clients, labelled=classes is not None, refused=refused))
+        labelled = classes is not None
+        folder.append(line(number, clients, labelled=labelled, refused=refused, rank=rank))
     if finished:
         results = [] if classes is None else list(scores(settings.run.bound, clients, linear))
-        folder.write("summary.json", summary(settings, clients, results))
+        folder.write("summary.json", summary(settings, clients, results, rank))
         folder.write("encoder.json", {"encoder": settings.model.encoder})
     return path
 
@@ -58,14 +61,19 @@ def split(clients: int, classes: list[str] | None) -> dict[str, Any]:
     return about
 
 
-def line(number: int, clients: int, *, labelled: bool = True, refused: bool = False) -> Any:
+def line(
+    number: int, clients: int, *, labelled: bool = True, refused: bool = False, rank: float = 30.0
+) -> Any:
     """One exchange."""
     up = {"params": 1_500_000, "buffers": 2_000, "features": 0, "scalars": 48}
     failure = {"client": 1, "kind": "refused", "reason": f"not finite: {HOSTILE}"}
     metrics = {"loss": 5.0 - number / 8, "divergence": 0.5, "images": 100.0}
+    knn = 0.25 + number / 1000 if labelled and number else None
+    quality = {"effective_rank": rank, "spread": 0.5} if number else {}
+    untrained = {"effective_rank": 40.0, **({"knn": 0.29} if labelled else {})}
     return {
         "exchange": number, "round": number, "kind": "train", "loss": 5.0 - number / 8,
-        "divergence": 0.5, "knn": 0.25 + number / 1000 if labelled and number else None,
+        "divergence": 0.5, "knn": knn, **quality, **({"untrained": untrained} if number else {}),
         "seconds": 1.5, "images_per_second": 200.0, "bytes_up": sum(up.values()),
         "bytes_down": sum(up.values()), "up": up, "down": up,
         "clients": {str(c): metrics for c in range(clients)},
@@ -85,9 +93,11 @@ def scores(bound: str, clients: int, linear: float | None) -> Any:
                 yield row | ({"std": 0.0123} if who == "alone" else {})
 
 
-def summary(settings: Config, clients: int, results: list[Any]) -> dict[str, Any]:
+def summary(settings: Config, clients: int, results: list[Any], rank: float) -> dict[str, Any]:
     """What a finished run wrote last."""
+    ranks = {"random": 40.0, WHO[settings.run.bound]: rank}
     return {
+        "quality": [{"who": who, "effective_rank": one} for who, one in ranks.items()],
         "who": WHO[settings.run.bound], "method": settings.method["name"],
         "data": settings.data.name, "images": 100, "clients": clients,
         "rounds": settings.train.rounds, "seed": settings.run.seed, "results": results,

@@ -86,6 +86,10 @@ REMOTE = (
 )
 FEDU = "tests/methods/test_fedu.py"
 SWAV = "tests/methods/test_fedswav.py"
+QUALITY = "tests/evaluation/test_protocols.py -k 'rank or collapse or diagnosis'"
+MONITOR = "tests/runs/test_evaluate.py -k 'collapse'"
+LOOP = "tests/runs/test_loop.py -k 'mean_is_over or more_protocols'"
+PAGE = "tests/reports/test_page.py -k 'logs or heading'"
 
 MUTANTS = [
     # ------------------------------------------------------------ losses
@@ -1525,6 +1529,97 @@ MUTANTS = [
         MFCL,
         "both representations of an image are the same",
         True,
+    ),
+    # ------------------------------------------------------------ what explains a run
+    Mutant(
+        "quality-rank-mean",
+        "evaluation/quality.py",
+        "size, x = float(x.square().sum()), x - x.mean(dim=0)",
+        "size = float(x.square().sum())",
+        QUALITY,
+        "the mean counts as a direction",
+    ),
+    Mutant(
+        "quality-rank-deviations",
+        "evaluation/quality.py",
+        "torch.linalg.eigvalsh(gram).clamp_(min=0)",
+        "torch.linalg.eigvalsh(gram).clamp_(min=0).sqrt_()",
+        QUALITY,
+        "shares of deviations, not of variances",
+    ),
+    *(
+        Mutant(
+            f"quality-{name}",
+            "evaluation/quality.py",
+            "FALLEN, FAR_FALLEN, LOST = 0.5, 0.25, 0.95",
+            f"FALLEN, FAR_FALLEN, LOST = {values}",
+            QUALITY,
+            "a warning comes too early or too late",
+        )
+        for name, values in {
+            "fallen-early": "0.55, 0.25, 0.95",
+            "fallen-late": "0.45, 0.25, 0.95",
+            "far-early": "0.5, 0.3, 0.95",
+            "far-late": "0.5, 0.2, 0.95",
+            "lost-early": "0.5, 0.25, 1.0",
+            "lost-late": "0.5, 0.25, 0.9",
+        }.items()
+    ),
+    Mutant(
+        "quality-once",
+        "evaluation/quality.py",
+        "all(_fallen(each, untrained) for each in latest)",
+        "any(_fallen(each, untrained) for each in latest)",
+        QUALITY,
+        "one low measurement is enough for a warning",
+    ),
+    Mutant(
+        "quality-classes",
+        "evaluation/quality.py",
+        "if gone and (gained is None or gained <= 1):",
+        "if gone:",
+        QUALITY,
+        "two classes that were learnt count as a collapse",
+    ),
+    Mutant(
+        "monitor-baseline",
+        "runs/observers.py",
+        'self._untrained = self.measure({"random": self._random})["random"]',
+        "self._untrained = {}",
+        MONITOR,
+        "the untrained encoder is not measured",
+    ),
+    Mutant(
+        "monitor-often",
+        "runs/observers.py",
+        "self._said.add(state)",
+        "pass",
+        MONITOR,
+        "the warning is repeated at every measurement",
+    ),
+    Mutant(
+        "line-mean",
+        "runs/observers.py",
+        "total = sum(result.examples[c] for c in having) or 1",
+        "total = sum(result.examples.values()) or 1",
+        LOOP,
+        "clients without a metric count as zeros",
+    ),
+    Mutant(
+        "also",
+        "runs/results.py",
+        "        asked |= more\n",
+        "",
+        LOOP,
+        "evaluate.also has no effect",
+    ),
+    Mutant(
+        "page-reasons",
+        "reports/parts.py",
+        "next((words[name] for words in known if name in words)",
+        "next((words[name] for words in [] if name in words)",
+        PAGE,
+        "no metric is explained",
     ),
 ]
 

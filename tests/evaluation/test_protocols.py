@@ -16,7 +16,15 @@ from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
 from furlong.evaluation import tuning as tuning_module
 from furlong.evaluation.protocol import Encoded, Images
-from furlong.evaluation.quality import alignment, effective_rank, quality, spread, uniformity
+from furlong.evaluation.quality import (
+    alignment,
+    diagnosis,
+    effective_rank,
+    in_words,
+    quality,
+    spread,
+    uniformity,
+)
 from furlong.evaluation.semi import stratified
 from furlong.evaluation.tuning import TUNINGS, TuningResult, fine_tune, new_head, tuning
 from furlong.nn.encoders import build_encoder
@@ -412,16 +420,19 @@ def test_uniformity_is_that_of_the_paper() -> None:
 
 
 def test_effective_rank_of_known_matrices() -> None:
-    assert effective_rank(torch.eye(5)) == pytest.approx(5)
-    assert effective_rank(torch.eye(5)[[0, 1, 2, 0, 1, 2]]) == pytest.approx(3)
-    assert effective_rank(torch.ones(4, 7)) == pytest.approx(1)
+    both = torch.cat([torch.eye(5), -torch.eye(5)])
+    assert effective_rank(both) == pytest.approx(5)
+    assert effective_rank(both + 100) == pytest.approx(5)  # the mean tells no image from another
+    assert effective_rank(torch.eye(5)) == pytest.approx(4)  # five points lie in four dimensions
     assert effective_rank(torch.ones(7, 4) * torch.arange(7)[:, None]) == pytest.approx(1)
     assert effective_rank(torch.zeros(4, 7)) == 0
-    # singular values 3 and 1: shares 3/4 and 1/4
-    expected = math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-    assert effective_rank(torch.diag(torch.tensor([3.0, 1.0, 0.0]))) == pytest.approx(expected)
+    assert effective_rank(torch.full((4, 7), 0.1)) == 0
+    # standard deviations 3 and 1, variances 9 and 1: shares 9/10 and 1/10
+    expected = math.exp(-(0.9 * math.log(0.9) + 0.1 * math.log(0.1)))
+    scaled = both @ torch.diag(torch.tensor([3.0, 1.0, 0.0, 0.0, 0.0]))
+    assert effective_rank(scaled) == pytest.approx(expected)
     x = torch.randn(20, 60, generator=torch.Generator().manual_seed(0))
-    assert effective_rank(x) == pytest.approx(effective_rank(x.T))
+    assert effective_rank(x) == pytest.approx(effective_rank(torch.cat([x] * 4)))  # other Gram
     assert effective_rank(x) == pytest.approx(effective_rank(9 * x))
 
 
@@ -465,6 +476,57 @@ def test_a_line_is_a_collapse_although_it_is_spread() -> None:
     assert found.spread > 0.5
     assert found.effective_rank == pytest.approx(1)
     assert found.collapsed
+
+
+def numbers(rank: float, knn: float | None = None) -> dict[str, float | None]:
+    """A measurement of a run."""
+    return {"effective_rank": rank, "spread": 0.5, "knn": knn}
+
+
+UNTRAINED = numbers(40, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("course", "state"),
+    [
+        ([], ""),
+        ([(19.9, 0.18)], ""),  # once may be chance
+        ([(19.9, 0.189), (19.9, 0.189)], "heading for collapse"),
+        ([(30, 0.18), (19.9, 0.18)], ""),
+        ([(19.9, 0.18), (20.1, 0.18)], ""),  # half of the untrained encoder's is enough
+        ([(19.9, 0.191), (19.9, 0.18)], ""),  # kNN was as high as the untrained encoder's, almost
+        ([(19.9, 0.18), (19.9, 0.191)], ""),
+        ([(9.9, 0.2), (9.9, 0.2)], "heading for collapse"),  # far below, and no better for it
+        ([(10.1, 0.2), (10.1, 0.2)], ""),
+        ([(3, 0.201), (3, 0.201)], ""),  # it learns
+        ([(9, 0.1), (9, 0.1), (30, 0.1)], ""),  # it has recovered
+        ([(1.9, 0.2)], "collapsed"),
+        ([(2.1, 0.2)], ""),
+        ([(1.1, 0.21)], ""),  # two classes, learnt with labels
+        ([(1.1, None)], "collapsed"),
+        ([(10.1, None), (10.1, None)], ""),  # without labels the rank must fall further
+        ([(9.9, None), (9.9, None)], "heading for collapse"),
+    ],
+)
+def test_a_run_that_is_heading_for_collapse(course: list[Any], state: str) -> None:
+    assert diagnosis([numbers(*each) for each in course], UNTRAINED) == state
+
+
+def test_a_diagnosis_needs_what_it_is_about() -> None:
+    between = [numbers(9, 0.1), {"knn": None, "effective_rank": None}, numbers(9, 0.1)]
+    assert diagnosis(between, UNTRAINED) == "heading for collapse"  # not every line is measured
+    assert diagnosis(between, {}) == ""
+    assert diagnosis([numbers(9, 0.9)] * 2, {"effective_rank": 41.0}) == "heading for collapse"
+    assert diagnosis([{"knn": 0.1}] * 2, UNTRAINED) == ""
+    assert diagnosis([numbers(9) | {"spread": 0.009}], {}) == "collapsed"
+
+
+def test_a_diagnosis_in_words_has_the_numbers() -> None:
+    text = in_words("heading for collapse", numbers(12.34, 0.126), UNTRAINED)
+    assert "heading for collapse: effective rank 12.3 (untrained encoder: 40.0)" in text
+    assert "kNN 12.6\N{NO-BREAK SPACE}% (untrained encoder: 20.0\N{NO-BREAK SPACE}%)" in text
+    assert "kNN" not in in_words("heading for collapse", numbers(12.34), UNTRAINED)
+    assert "collapsed: effective rank 1.0, spread 0.500" in in_words("collapsed", numbers(1), {})
 
 
 def test_untrained_encoders_have_not_collapsed() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from furlong.core.context import ClientContext, Exchange, Networks, Shard
+from furlong.core.context import Batch, ClientContext, Exchange, Networks, Shard
 from furlong.core.exchange import Server, run_client
 from furlong.core.federation import Federation
 from furlong.core.method import Local
@@ -20,6 +20,7 @@ from furlong.engines.inprocess import InProcess
 from furlong.methods import METHODS
 from furlong.methods.wrappers.alone import Alone
 from furlong.runs.prepare import Prepared
+from furlong.runs.record import EVERY_RUN
 
 every_method = pytest.mark.parametrize("name", METHODS)
 # One network; a client's own state; rows beside the weights; exchanges of the server alone: these
@@ -40,6 +41,8 @@ def finish(
         state = runner.init()
         for result in runner.run(transport, state):
             assert not result.failures
+            logged = {name for metrics in result.metrics.values() for name in metrics}
+            assert {*logged, *result.own} <= {*EVERY_RUN, *p.method.explains}
             state = result.server
         clients = {c: bytes(packed) for c, packed in transport.store.items()}
     return bytes(pack(state)), clients
@@ -71,6 +74,20 @@ def test_training_changes_every_parameter(prepared: Any, finished: Any, name: st
     after = flatten(unpack(bytearray(finished(name)[0])))[0]
     still = [n for n, t in before.items() if t.is_floating_point() and torch.equal(t, after[n])]
     assert not [n for n in still if not n.startswith("alignment")]  # FedCA's model is a constant
+
+
+@every_method
+def test_what_is_measured_of_a_method_is_explained(prepared: Any, finished: Any, name: str) -> None:
+    p, server = prepared(name), unpack(bytearray(finished(name)[0]))
+    images = p.federation.images
+    batch = Batch(images.pixels, torch.arange(len(images)), images.labels, p.setup.augment)
+    with torch.random.fork_rng(), torch.no_grad():
+        found = p.method.explain(server, batch, p.server.context(p.server.exchanges()[-1]))
+    assert set(found) <= set(p.method.explains)
+    assert not set(p.method.explains) & set(EVERY_RUN)  # what every run logs means the same in all
+    assert all(words.endswith(".") for words in p.method.explains.values())
+    assert Alone(p.method).explains == p.method.explains
+    assert Alone(p.method).remedy == p.method.remedy
 
 
 @every_method

@@ -338,9 +338,11 @@ def test_alignment_pulls_towards_the_alignment_model(prepared: Any) -> None:
         case.train(case.down(case.start, 0), 0).metrics
         for case in (Case(prepared, alignment=1e-6), Case(prepared, alignment=0.5))
     )
-    assert set(far) == {"loss", "contrastive", "alignment"}
-    assert near["alignment"] < far["alignment"]
-    assert near["loss"] == pytest.approx(near["contrastive"] + 0.5 * near["alignment"], rel=1e-4)
+    assert set(far) == {"loss", "contrastive", "alignment_loss"}
+    assert near["alignment_loss"] < far["alignment_loss"]
+    assert near["loss"] == pytest.approx(
+        near["contrastive"] + 0.5 * near["alignment_loss"], rel=1e-4
+    )
 
 
 def test_the_alignment_model_is_sent_once(prepared: Any) -> None:
@@ -373,7 +375,7 @@ def test_what_a_client_keeps_survives_the_store(prepared: Any) -> None:
     told = case.method.aggregate(case.start, [case.answer(case.start, 0)], case.at(0))
     assert traffic(case.down(told, 0)).total < traffic(case.down(case.start, 0)).total / 1.9
     report = run_client(case.method, case.down(told, 0, 1), case.client(0, 1), store)
-    assert report.metrics["alignment"] > 0
+    assert report.metrics["alignment_loss"] > 0
     store.close()
 
 
@@ -439,7 +441,7 @@ def test_figure_5(prepared: Any, row: str, fields: dict[str, Any]) -> None:
     down = case.down(last.server, 0, 1)
     assert down.dictionary.shape == ((12 if "dictionary" in row else 0), 128)
     assert (last.server.alignment is not None) == ("alignment" in row)
-    assert ("alignment" in last.metrics[0]) == ("alignment" in row)
+    assert ("alignment_loss" in last.metrics[0]) == ("alignment" in row)
     state = case.train(case.down(case.start, 0), 0).state
     assert (state.ensemble is not None) == ("dictionary" in row)
     assert (state.pixels is not None) == ("alignment" in row)

@@ -41,8 +41,10 @@ def test_page(grid: Path) -> None:
         "β-CIB 1.2500", "False negatives", "furlong report", "the 4 comparisons with fedsimclr",
     ):  # fmt: skip
         assert text in page, text
-    # accuracy, bytes, kNN, loss, divergence, partition, false negatives
-    assert page.count("<svg") == 7
+    # accuracy, bytes, kNN, loss, effective rank, divergence, partition, false negatives
+    assert page.count("<svg") == 8
+    assert "encoder away from where it began" in page  # the method explains it
+    assert '<th class="num">effective rank</th>' in page
     assert page.count('<table class="sortable') == 4
     first = comparison.build([grid]).read_bytes()
     assert comparison.build([grid]).read_bytes() == first
@@ -67,7 +69,7 @@ def test_tuning_by_the_clients_has_its_own_table(grid: Path) -> None:
     assert "fine-tuned by the clients, whose labels stay with them" in second
     assert "9 runs</p>" in first
     assert "settings</p>" not in first  # two tables, one setting
-    assert page.count("<svg") == 8  # one more, the accuracies
+    assert page.count("<svg") == 9  # one more, the accuracies
     page = pages.build(path).read_text()
     first, second = page.split("Fine-tuned by the clients, whose labels stay with them")
     assert "tuned by the clients" not in first[first.index("<h2>Results") :]

@@ -12,6 +12,8 @@ from fake_runs import CLASSES, line
 from fake_runs import make as fake
 
 from furlong.errors import FurlongError
+from furlong.methods.fedca import FedCA
+from furlong.methods.fedsimclr import FedSimCLR
 from furlong.reports import figures, page
 from furlong.runs.folder import RunFolder
 
@@ -78,8 +80,10 @@ def test_finished_run(tmp_path: Path) -> None:
         "First: 5, last: 4.625",
     ):  # fmt: skip
         assert text in page, text
-    assert page.count("<svg") == 6  # loss, divergence, kNN, bytes, partition, false negatives
+    # loss, divergence, kNN, effective rank, bytes, partition, false negatives
+    assert page.count("<svg") == 7
     assert "has not finished" not in page
+    assert "Warning" not in page
 
 
 def test_hostile_names_are_only_text(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_unfinished_run(tmp_path: Path) -> None:
     assert "has not finished" in page
     assert "2 of 4 rounds" in page
     assert f"furlong resume &#39;{tmp_path}/a run&#39;" in page
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 7
     assert "load_encoder" not in page
 
 
@@ -114,7 +118,9 @@ def test_unlabelled_run(tmp_path: Path) -> None:
     assert_self_contained(page)
     assert "the images have no labels" in page
     assert "β-CIB" not in page
-    assert page.count("<svg") == 4  # no kNN
+    assert page.count("<svg") == 5  # no kNN
+    assert '<th class="num">effective rank</th>' in page  # which needs no labels
+    assert '<td class="num" data-value="40.0">40.0</td>' in page
 
 
 def test_every_client_alone(tmp_path: Path) -> None:
@@ -124,7 +130,57 @@ def test_every_client_alone(tmp_path: Path) -> None:
     assert "3 clients, one by one" in page
     assert page.index("<details><summary>3 clients") < page.index("client 2 alone")
     assert "nobody sent anything" in page
-    assert page.count("<svg") == 5  # no bytes
+    assert page.count("<svg") == 6  # no bytes
+
+
+def test_whatever_a_method_logs_is_drawn_and_explained(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False, done=0, method="fedca")
+    for number in range(3):
+        found = {
+            "dictionary_cosine": 0.9 - number / 10,
+            "new_number": 7.0,
+            "words": "none",
+            "on": True,
+        }
+        clients = {"0": {"dictionary_cosine": 0.8}, "1": {"dictionary_cosine": 1.0}}
+        RunFolder(path).append(line(number, 3) | {"divergence": None, **found, "clients": clients})
+    page = page_of(path)
+    section = page.split("What the method logs of itself")[1].split("</section>")[0]
+    assert section.count("<svg") == 2  # neither what every run logs nor what is no number
+    assert "dictionary cosine" in section
+    assert FedCA.explains["dictionary_cosine"].replace("'", "&#39;") in section
+    assert "First: 0.9, last: 0.7." in section
+    assert "As the method logs it. First: 7, last: 7." in section
+    assert section.count("The bold line is the clients&#39; mean") == 1
+
+
+def test_names_of_metrics_are_only_text(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False, done=0)
+    hostile = {"../../out": 1.0, "<script>": 2.0, "$x^": 3.0, "a" * 64: 4.0}
+    RunFolder(path).append(line(0, 3) | hostile)
+    page.build(path, tmp_path / "drawn")
+    text = (path / "report.html").read_text(encoding="utf-8")
+    assert [tag for tag, _ in Tags(text).found].count("script") == 1
+    assert text.split("What the method logs")[1].split("</section>")[0].count("<svg") == 5
+    assert (tmp_path / "drawn" / "..-..-out.svg").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drawn", "run"]
+
+
+def test_a_run_that_is_heading_for_collapse_says_so(tmp_path: Path) -> None:
+    page = page_of(make(tmp_path / "low", rank=9.0))
+    assert "<strong>Warning:</strong> The representation is heading for collapse: " in page
+    assert "effective rank 9.0 (untrained encoder: 40.0), kNN 25.3 %" in page
+    assert "mlp:256:128:bn" in page  # what fits the method
+    page = page_of(make(tmp_path / "own", rank=9.0, method="fedsimclr"))
+    assert FedSimCLR.remedy in page
+    assert "Dashed: the encoder before any training." in page
+
+
+def test_nothing_is_drawn_that_was_not_measured(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False, done=1)  # the first line has no measurement
+    page = page_of(path)
+    assert "Dashed" not in page
+    assert "How many directions" not in page
 
 
 def test_losses_that_are_not_numbers(tmp_path: Path) -> None:

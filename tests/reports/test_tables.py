@@ -274,7 +274,11 @@ def test_other_settings_do_not_replace_a_result(
 
 def test_markdown(grid: Path) -> None:
     text = formats.markdown([group_of(grid)])
-    assert "| fedu | 3 | 40.0 ± 0.0 | 62.0 ± 1.0 | 1\N{NO-BREAK SPACE}MB | 1 min 30 s |" in text
+    size = "1\N{NO-BREAK SPACE}MB"
+    assert f"| fedu | 3 | 40.0 ± 0.0 | 62.0 ± 1.0 | 30.0 ± 0.0 | {size} | 1 min 30 s |" in text
+    assert "| random encoder | 3 | 20.3 ± 0.0 | 25.0 ± 0.0 | 40.0 ± 0.0 | – | – |" in text
+    assert "| effective rank | sent per client |" in text
+    assert "Effective rank: in how many directions" in text
     assert "mean ± standard deviation over 3 seeds" in text
 
 
@@ -294,6 +298,19 @@ def test_csv_has_a_line_per_number(grid: Path) -> None:
     assert float(last["accuracy"]) == pytest.approx(0.62)
     assert float(last["difference"]) == pytest.approx(0.11)
     assert float(last["p_holm"]) == pytest.approx(2 * float(last["p"]))
+    assert [row["effective_rank"] for row in rows] == ["40.0"] * 2 + ["30.0"] * 4
+
+
+def test_runs_from_before_the_rank_was_measured_have_no_column(tmp_path: Path) -> None:
+    path = make(tmp_path / "run")
+    kept = json.loads((path / "summary.json").read_text())
+    del kept["quality"]
+    RunFolder(path).write("summary.json", kept)
+    assert "ffective rank" not in formats.markdown([group_of(tmp_path)])
+    make(tmp_path / "new", "fedsimclr")
+    text = formats.markdown([group_of(tmp_path)])
+    assert "| 40.0 | 63.4 | – | " in text
+    assert "| 40.0 | 63.4 | 30.0 | " in text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,13 +24,15 @@ from furlong.errors import FurlongError
 from furlong.evaluation import tuning as tuning_module
 from furlong.evaluation.knn import KNN
 from furlong.evaluation.protocol import Encoded, Progress, silent
+from furlong.evaluation.quality import QUALITY
 from furlong.evaluation.semi import stratified
 from furlong.evaluation.tuning import Transfer, fine_tune, tuning
+from furlong.methods.fedu import FedU
 from furlong.runs import config, evaluate, loop
 from furlong.runs.finetune import ClientImages, Federated, TwoRates, labelled
 from furlong.runs.folder import RunFolder
 from furlong.runs.loop import Run
-from furlong.runs.observers import Monitor
+from furlong.runs.observers import Event, Monitor
 from furlong.runs.prepare import Prepared, prepare
 from furlong.runs.results import protocols
 from furlong.runs.saved_encoder import load_encoder
@@ -553,17 +556,68 @@ class Constant(nn.Module):
         return torch.ones(len(x), 8)
 
 
-def test_collapse_is_said_once(prepared: Callable[..., Any]) -> None:
-    said: list[str] = []
-    monitor = Monitor(prepared(), said.append)
-    fine = monitor.measure({"federated": nn.Flatten()})
-    assert said == []
-    assert fine["effective_rank"] > 2  # type: ignore[operator]
+class Few(nn.Module):
+    """A few pixels far from each other: features in a few directions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, ::150]
+
+
+class Seen:
+    """What a monitor makes of encoders that take turns, without training."""
+
+    def __init__(self, p: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.monitor = Monitor(p, nn.Flatten(), self.said.append)
+        self.server, self.done = p.server.init(), 0
+        self.found: dict[str, nn.Module] = {}
+        monkeypatch.setattr("furlong.runs.observers.encoders", lambda *_: self.found)
+
+    def __call__(self, **found: nn.Module) -> dict[str, Any]:
+        """The line of an exchange that left these encoders."""
+        self.found, self.done = found, self.done + 1
+        result: Any = SimpleNamespace(server=self.server, exchange=Exchange(round=self.done - 1))
+        line: dict[str, Any] = {}
+        self.monitor(Event(result, line, {}, self.done, 20))
+        return line
+
+
+def test_collapse_is_said_once(
+    prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(prepared(), monkeypatch)
+    fine = seen(federated=nn.Flatten())
+    assert seen.said == []
+    assert fine["effective_rank"] > 2
+    assert fine["untrained"] == {name: fine[name] for name in ("knn", *QUALITY)}
     for _ in range(3):
-        found = monitor.measure({"federated": nn.Flatten(), "other": Constant()})
-    assert len(said) == 1
-    assert "collapsed (other): effective rank 1.0, spread 0.000" in said[0]
-    assert found["effective_rank"] == pytest.approx((fine["effective_rank"] + 1) / 2)  # type: ignore[operator]
+        line = seen(federated=nn.Flatten(), other=Constant())
+    assert len(seen.said) == 1
+    assert seen.said[0].startswith("warning (other): the representation has collapsed")
+    assert "spread 0.000" in seen.said[0]
+    assert line["effective_rank"] == pytest.approx(fine["effective_rank"] / 2)
+
+
+def test_a_run_that_is_heading_for_collapse_is_told_so_once(
+    prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Seen(prepared("fedbyol"), monkeypatch)
+    knn = {nn.Flatten: 0.5, Few: 0.4, Constant: 0.1}
+    monkeypatch.setattr(seen.monitor, "_accuracy", lambda one: {"knn": knn[type(one)]})
+    seen(federated=Few())
+    assert seen.said == []
+    rank = seen(federated=Few())["effective_rank"]
+    (text,) = seen.said
+    assert f"heading for collapse: effective rank {rank:.1f} (untrained encoder:" in text
+    assert text.endswith(FedU.remedy)
+    assert "mlp:256:128:bn" in text
+    seen(federated=Few())
+    assert len(seen.said) == 1
+    seen(federated=Constant())
+    seen(federated=Few())
+    seen(federated=Few())
+    assert len(seen.said) == 2
+    assert "has collapsed" in seen.said[1]
 
 
 def test_what_cannot_be_measured_does_not_end_a_run(prepared: Callable[..., Any]) -> None:
@@ -572,7 +626,8 @@ def test_what_cannot_be_measured_does_not_end_a_run(prepared: Callable[..., Any]
             return x.flatten(1) * torch.nan
 
     said: list[str] = []
-    assert Monitor(prepared(), said.append).measure({"federated": Broken()}) == {}
+    monitor = Monitor(prepared(), nn.Flatten(), said.append)
+    assert monitor.measure({"federated": Broken()}) == {"federated": {}}
     assert len(said) == 2  # neither with labels nor without
     assert all("NaN" in text for text in said)
 

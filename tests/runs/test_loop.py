@@ -8,19 +8,23 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from conftest import tiny
 from PIL import Image
+from torch import nn
 
 import furlong
-from furlong.core.payload import parts, traffic
+from furlong.core.context import Exchange
+from furlong.core.exchange import ExchangeResult
+from furlong.core.payload import Traffic, parts, traffic
 from furlong.core.weights import snapshot
 from furlong.errors import FurlongError
-from furlong.runs import config, evaluate, loop
+from furlong.evaluation.quality import QUALITY
+from furlong.runs import config, evaluate, loop, observers
 from furlong.runs.cost import flows
 from furlong.runs.datasets import load_data, load_public
 from furlong.runs.encoders import who
@@ -162,7 +166,7 @@ def test_metrics_have_a_line_per_exchange(finished: Any) -> None:
         assert set(line) == {
             "exchange", "round", "kind", "loss", "knn", "seconds", "images_per_second", "bytes_up",
             "bytes_down", "up", "down", "clients", "failures", "alignment", "uniformity",
-            "effective_rank", "spread",
+            "effective_rank", "spread", "untrained",
         }  # fmt: skip
         assert set(line["up"]) == {"params", "buffers", "features", "scalars"}
         assert line["bytes_up"] == sum(line["up"].values())
@@ -173,6 +177,8 @@ def test_metrics_have_a_line_per_exchange(finished: Any) -> None:
         assert all(each["images"] == 24 for each in line["clients"].values())
         assert line["failures"] == []
     assert found[0]["knn"] is None  # every second round
+    assert found[0]["untrained"] is None
+    assert set(found[1]["untrained"]) == {"knn", *QUALITY}
     assert 0 <= found[1]["knn"] <= 1
 
 
@@ -194,6 +200,69 @@ def test_the_summary(finished: Any) -> None:
     assert run.accuracy("knn", "random") == summary["results"][0]["accuracy"]
     with pytest.raises(FurlongError, match="no result"):
         run.accuracy("finetune")
+
+
+def test_the_summary_has_what_needs_no_labels(finished: Any) -> None:
+    run: Run = finished[0]
+    rows = evaluate.evaluate(run.folder, evaluate.settings_of(run.folder), "quality", random=True)
+    kept = {row["who"]: row for row in run.summary["quality"]}
+    assert list(kept) == ["random", "federated"]
+    for row in rows:
+        assert all(kept[row["who"]][name] == row[name] for name in (*QUALITY, "collapsed"))
+    assert RunFolder.open(run.folder).record.ranks == {
+        who: row["effective_rank"] for who, row in kept.items()
+    }
+    (run.folder / "evaluations.json").unlink()
+
+
+def test_more_protocols_at_the_end(tmp_path: Path) -> None:
+    also = {"evaluate.also": "semi-50:epochs=1, knn:k=3", "evaluate.probe": "none", "rounds": 1}
+    run = loop.run(tiny(out=str(tmp_path / "run"), **also))
+    rows = [(r["who"], r["protocol"], r["labels"]) for r in run.summary["results"]]
+    measured = [("knn", 1.0), ("semi-50:epochs=1", 0.5), ("knn:k=3", 1.0)]
+    assert rows == [(who, *each) for who in ("random", "federated") for each in measured]
+    found = evaluate.evaluate(run.folder, evaluate.settings_of(run.folder), "semi-50:epochs=1")
+    assert found[0]["accuracy"] == run.accuracy("semi-50:epochs=1")
+    for words, wrong in (
+        ("transfer:mnist", "a run can end with knn, linear"),
+        ("quality", "furlong evaluate RUN --protocols quality"),
+        ("semi-0.1", "less than one for each"),
+        ("simi-1", "semi-10"),
+    ):
+        with pytest.raises(FurlongError, match=wrong):
+            loop.run(tiny(out=str(tmp_path / "wrong"), **{"evaluate.also": words}))
+    assert not (tmp_path / "wrong").exists()  # nothing was trained
+
+
+def test_a_mean_is_over_the_clients_that_have_the_metric() -> None:
+    result: Any = ExchangeResult(
+        exchange=Exchange(round=0), server=None, cohort=[0, 1, 2], failures=[],
+        examples={0: 10, 1: 30, 2: 60},
+        metrics={0: {"loss": 1.0, "own": 4.0}, 1: {"loss": 2.0, "own": 8.0}, 2: {"loss": 3.0}},
+        up=Traffic(), down=Traffic(), seconds=1.0, own={},
+    )  # fmt: skip
+    line = observers.line_of(result)
+    assert line["loss"] == pytest.approx(0.1 + 0.6 + 1.8)
+    assert line["own"] == pytest.approx((10 * 4 + 30 * 8) / 40)
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            assert step == 4
+            found[name] = value
+
+    found: dict[str, float] = {}
+    board = observers.TensorBoard(tmp_path)
+    board._writer = Writer()
+    line = {
+        "exchange": 4, "round": 3, "kind": "train", "knn": None, "loss": 0.5, "own_number": 7,
+        "untrained": {"effective_rank": 40.0}, "clients": {"2": {"loss": 0.25}}, "failures": [],
+    }  # fmt: skip
+    board(observers.Event(cast(Any, None), line, {}, 5, 9))
+    assert found == {
+        "loss": 0.5, "own_number": 7, "untrained/effective_rank": 40.0, "clients/2/loss": 0.25
+    }  # fmt: skip
 
 
 def test_bytes_are_those_of_the_payloads(finished: Any) -> None:
@@ -252,11 +321,12 @@ def test_the_monitor_leaves_the_encoder_as_it_is(finished: Any) -> None:
     run: Run = finished[0]
     encoder = run.encoder.train()
     before = snapshot(encoder)
-    monitor = Monitor(prepare(config.load(run.folder / "config.toml")), lambda _: None)
+    p = prepare(config.load(run.folder / "config.toml"))
+    monitor = Monitor(p, nn.Flatten(), lambda _: None)
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
     found = monitor.measure({"federated": encoder})
-    assert 0 <= found["knn"] <= 1  # type: ignore[operator]
+    assert 0 <= found["federated"]["knn"] <= 1
     assert monitor.measure({"federated": encoder}) == found
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads

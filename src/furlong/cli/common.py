@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -43,20 +43,22 @@ def warn(text: str) -> None:
     err.print(f"warning: {text}", style="bold red", markup=False, soft_wrap=True)
 
 
-def results_table(rows: list[dict[str, Any]]) -> Table:
-    """Who against protocol, in percent."""
+def results_table(rows: list[dict[str, Any]], quality: Sequence[Mapping[str, Any]] = ()) -> Table:
+    """Who against protocol, in percent; and the effective rank, if it was measured."""
     from furlong.reports.formats import column_title
     from furlong.reports.tables import by_encoder
     from furlong.runs.record import Result, parse
 
     columns, encoders = by_encoder(parse(Result, row, "a row") for row in rows)
-    table = Table("encoder", *[f"{column_title(column)} %" for column in columns])
+    ranks = {row["who"]: f"{row['effective_rank']:.1f}" for row in quality}
+    last = ["effective rank"] if ranks else []
+    table = Table("encoder", *[f"{column_title(column)} %" for column in columns], *last)
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, cells in encoders.items():
-        found = [cells.get(column) for column in columns]
+    for name in dict.fromkeys([*encoders, *ranks]):
+        found = [encoders.get(name, {}).get(column) for column in columns]
         words = [points(row.accuracy, row.std) if row else "–" for row in found]
-        table.add_row(name, *words)
+        table.add_row(name, *words, *([ranks.get(name, "–")] if ranks else []))
     return table
 
 
@@ -99,9 +101,18 @@ def watching() -> Iterator[tuple[Any, Any]]:
 
 def print_run(finished: Run) -> None:
     """Results, effort and places of a run."""
+    from furlong.reports.formats import RANK
+    from furlong.reports.parts import trouble
+    from furlong.runs.record import RunRecord
+
     summary = finished.summary
-    if summary["results"]:
-        console.print(results_table(summary["results"]))
+    quality = summary.get("quality", [])  # older runs have none
+    if summary["results"] or quality:
+        console.print(results_table(summary["results"], quality))
+    if quality:
+        console.print(RANK, markup=False)
+    if said := trouble(summary["method"], RunRecord(finished.folder).lines()):
+        warn(said)
     console.print(
         f"{summary['rounds']} rounds, {summary['clients']} clients, {summary['images']:,} images "
         f"in {duration(summary['seconds'])} ({summary['images_per_second']:,.0f} images/s), "

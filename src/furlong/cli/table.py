@@ -52,7 +52,7 @@ def print_tables(folders: list[Path], baseline: str | None) -> None:
     """The tables of runs, for a terminal."""
     for group in _groups(folders, baseline):
         heading, rows = formats.cells(group)
-        heading, names = _numbered(heading, rows)
+        heading, names = _numbered(heading, rows, len(group.columns))
         shown = Table(*heading, title=group.title, title_justify="left")
         for number, column in enumerate(shown.columns):
             column.justify = "right" if number else "left"
@@ -69,9 +69,11 @@ def print_tables(folders: list[Path], baseline: str | None) -> None:
         console.print()
 
 
-def _numbered(heading: list[str], rows: list[tuple[str, list[str]]]) -> tuple[list[str], list[str]]:
+def _numbered(
+    heading: list[str], rows: list[tuple[str, list[str]]], protocols: int
+) -> tuple[list[str], list[str]]:
     """Numbers instead of many long headings that do not fit, and what they stand for."""
-    first, last = 2, len(heading) - 2  # the protocols
+    first, last = 2, 2 + protocols
     cells = [max(len(row[i]) for _, row in rows) for i in range(len(heading))]
     whole = sum(3 + max(pair) for pair in zip(map(len, heading), cells, strict=True))
     if last - first <= 3 or whole < console.width:

@@ -90,6 +90,10 @@ class Method(ABC, Generic[S, C, D, U]):
     keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
     leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal
     caution: ClassVar[str] = ""  # in words: known criticism of the method
+    explains: ClassVar[Mapping[str, str]] = {}  # metric -> how to read it, in a sentence
+    remedy: ClassVar[str] = (  # in words: what to try when a run is heading for collapse
+        "Try a lower --optimiser.lr, a larger --batch-size or another method."
+    )
 
     bn_stats: BatchNormPolicy = setting(
         "average",
@@ -153,7 +157,7 @@ class Method(ABC, Generic[S, C, D, U]):
     def explain(self, server: S, batch: Batch, ctx: ServerContext) -> dict[str, float]:  # noqa: ARG002
         """Numbers for the log that tell why a run learns or fails; ``batch`` has labels.
 
-        For measuring only: nothing that trains may see them.
+        For measuring only: nothing that trains may see them. ``explains`` says how to read them.
         """
         return {}
 

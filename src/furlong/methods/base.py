@@ -25,6 +25,15 @@ WEIGHTS_REVEAL = (
     "Weights after local training can reveal training images (inversion, membership inference); "
     "there is no formal privacy guarantee."
 )
+CONTRASTIVE_REMEDY = (
+    "Try a larger --batch-size, which gives more negatives, a lower --method.temperature, which "
+    "pushes similar images further apart, or a lower --optimiser.lr."
+)
+NO_NEGATIVES_REMEDY = (
+    "There are no negatives, so what holds features apart is a projection head that ends in "
+    "BatchNorm: --method.projection-head mlp:256:128:bn. If it has one, try a lower "
+    "--optimiser.lr, or more steps per round: more --epochs or a smaller --batch-size."
+)
 
 
 @payload("furlong.methods.averaging.Model")

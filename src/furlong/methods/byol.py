@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from furlong.core.context import ClientContext, ServerContext
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
-from furlong.methods.base import Averaging
+from furlong.methods.base import NO_NEGATIVES_REMEDY, Averaging
 from furlong.methods.networks import Predicting, backbone
 from furlong.nn.losses import byol
 
@@ -42,6 +42,11 @@ class Triple:
 
 class Byol(Predicting, Averaging[Shared, C]):
     """A method that trains BYOL; clients differ in what they start from."""
+
+    remedy = f"{NO_NEGATIVES_REMEDY} A lower --method.decay lets the target follow sooner."
+    explains: ClassVar = {
+        "divergence": "How far local training moved a client's encoder away from where it began.",
+    }
 
     decay: float  # these two are fields of the methods
     symmetric: bool

@@ -30,7 +30,7 @@ from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
 from furlong.errors import FurlongError, require
 from furlong.methods.bank import blank_bank, enqueue_each, fill, purities, shares
-from furlong.methods.base import WEIGHTS_REVEAL
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL
 from furlong.methods.fedmoco import Nets
 from furlong.methods.instahide import check_limits, encode
 from furlong.methods.networks import Projecting, backbone, named_head
@@ -92,6 +92,7 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         "its newest feature vectors (method.bank of its images and as many of encoded images), "
         'and with encoding = "cross" the public images'
     )
+    remedy = CONTRASTIVE_REMEDY
     leaves = (
         "Weights of the query and the key network, and method.bank feature vectors of the client, "
         "which the server forwards to every other client. Everybody holds the network that made "

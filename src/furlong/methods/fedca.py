@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from furlong.core.method import USUAL, Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
 from furlong.methods.alignment import Alignment, distance, outline, targets, train_alignment
-from furlong.methods.base import WEIGHTS_REVEAL, Model
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Model
 from furlong.methods.dictionary import drawn, joined, projections, share, short_rounds
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.methods.networks import Projecting, backbone, named_head
@@ -88,6 +88,13 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
         "FITEE 2023, doi:10.1631/FITEE.2200268"
     )
     pairs_views = True
+    remedy = CONTRASTIVE_REMEDY
+    explains: ClassVar = {
+        "contrastive": "The part of the loss that tells images apart.",
+        "alignment_loss": "The distance from the alignment model on public images, before β.",
+        "dictionary_cosine": "The mean cosine between any two rows of the dictionary that a client "
+        "receives. Near 1 all rows are one, and there is nothing to tell images apart by.",
+    }
     keeps = (
         "a running mean of the projections of its images; the public alignment images with the "
         "alignment model's representations of them"
@@ -197,7 +204,7 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
             if self.alignment:
                 apart = self.distance(net, state, ctx)
                 seen["contrastive"] += [loss.detach()]
-                seen["alignment"] += [apart.detach()]
+                seen["alignment_loss"] += [apart.detach()]
                 loss = loss + self.alignment * apart
             optimiser.step(loss)
         means = {name: float(torch.stack(values).mean()) for name, values in seen.items()}

@@ -22,7 +22,7 @@ from furlong.core.method import USUAL, Local
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
 from furlong.methods.bank import enqueue, new_bank
-from furlong.methods.base import WEIGHTS_REVEAL, Averaging
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Averaging
 from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.losses import info_nce
 from furlong.settings import setting
@@ -50,6 +50,7 @@ class FedMoCo(Projecting, Averaging[Nets, Queue]):
 
     paper = "He et al. 2020 (MoCo), averaged as in McMahan et al. 2017"
     keeps = "the feature vectors of its last images (method.bank of them)"
+    remedy = CONTRASTIVE_REMEDY
     leaves = (
         'Weights of the query network, and with key_update = "aggregate" of the key network. '
         f"{WEIGHTS_REVEAL}"

@@ -17,7 +17,7 @@ from furlong.core.context import Batch
 from furlong.core.method import USUAL
 from furlong.core.payload import Weights
 from furlong.core.weights import prefixed
-from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, OneNetwork
 from furlong.methods.networks import Projecting, named_head, proximal
 from furlong.nn.losses import nt_xent
 from furlong.nn.peernorm import peers
@@ -34,6 +34,7 @@ class FedSimCLR(Projecting, OneNetwork):
     usual = {**USUAL, "method.temperature": 0.2}
     # SimCLR's own code has a BatchNorm at the end of the projector
     usual_small = {"projection_head": "mlp:256:128:bn"}
+    remedy = CONTRASTIVE_REMEDY
 
     temperature: float = setting(0.5, "The temperature τ of the loss.", above=0)
     projection_head: str = named_head("proj_128")

@@ -62,6 +62,10 @@ class FedSwAV(Projecting, Averaging[Prototyped, Queue | None]):
     keeps = "nothing; with queue > 0 the projections of its last images (at most method.queue)"
     leaves = f"Encoder, projector and prototype weights. {WEIGHTS_REVEAL}"
     usual_small = {"projection_head": "mlp:256:128"}
+    remedy = (
+        "Try a lower --method.epsilon: if it exceeds the spread of the scores, every image is "
+        "assigned to all prototypes alike, and nothing is learnt. Else a lower --optimiser.lr."
+    )
 
     prototypes: int = setting(300, "The prototypes P (the paper: 3,000).", at_least=2)
     epsilon: float = setting(

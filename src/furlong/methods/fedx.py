@@ -17,7 +17,7 @@ from torch import Tensor
 from furlong.core.context import ClientContext
 from furlong.core.method import Local
 from furlong.core.weights import snapshot
-from furlong.methods.base import WEIGHTS_REVEAL, Model, OneModel
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Model, OneModel
 from furlong.methods.networks import WithPredictor, named_head
 from furlong.nn.losses import nt_xent, relational
 from furlong.settings import setting
@@ -33,6 +33,7 @@ class FedX(WithPredictor, OneModel[None]):
     )
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
     usual_small = {"projection_head": "mlp:256:128", "prediction_head": "mlp:256:128"}
+    remedy = CONTRASTIVE_REMEDY
 
     temperature: float = setting(0.1, "The temperature of the losses.", above=0)
     local_temperature: float = setting(

@@ -27,7 +27,7 @@ from furlong.core.payload import Weights, payload
 from furlong.core.weights import prefixed, snapshot
 from furlong.data.augment import unit
 from furlong.errors import FurlongError
-from furlong.methods.base import WEIGHTS_REVEAL, Model
+from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Model
 from furlong.methods.networks import chained, filled, named_head
 from furlong.methods.representations import Store, Stored, stacked
 from furlong.nn.encoders import out_dim, trunk
@@ -63,6 +63,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     paper = (
         "Modular Federated Contrastive Learning with Peer Normalization, anonymous submission, 2022"
     )
+    remedy = CONTRASTIVE_REMEDY
     leaves = (
         "Sensor weights; then the sensor's representations of two views of every image, from which "
         "the server, which holds the decoder, can draw the images. " + WEIGHTS_REVEAL

@@ -30,7 +30,7 @@ from furlong.core.weights import ema_, snapshot
 from furlong.data.augment import rotated
 from furlong.errors import require
 from furlong.methods.bank import enqueue, new_bank
-from furlong.methods.base import WEIGHTS_REVEAL
+from furlong.methods.base import NO_NEGATIVES_REMEDY, WEIGHTS_REVEAL
 from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.clustering import equalised_kmeans, fit_prototypes
 from furlong.nn.encoders import untracked
@@ -80,6 +80,7 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         "Clustering, ICML 2022"
     )
     usual_augment = "orchestra"
+    remedy = f"{NO_NEGATIVES_REMEDY} A lower --method.decay lets the target follow sooner."
     keeps = "nothing; with stateful = true its target network and method.memory projections"
     leaves = (
         "Weights of the network, its target copy and the rotation layer, and "

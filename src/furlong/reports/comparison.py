@@ -26,10 +26,10 @@ COURSES = {  # metric -> name of the axis, caption
         "Training loss, each method's between its lowest (0) and its highest value (1): losses of "
         "different methods have different scales, so only their courses compare.",
     ),
-    "divergence": (
-        "divergence",
-        "How far local training moved a client's encoder away from the federation's, mean over the "
-        "clients.",
+    "effective_rank": (
+        "effective rank",
+        "In how many directions the representations differ, measured without labels. Far below "
+        "the untrained encoder's a run is heading for collapse.",
     ),
     "angles": (
         "median angle in degrees",
@@ -220,11 +220,13 @@ def _courses(group: Group, logs: Logs) -> Iterator[Drawing]:
     """Metrics over the rounds, a line per row."""
     slots = _slots(group)
     band = " Bands: one standard deviation over the seeds." if _several(group) else ""
-    random = next((row.cells for row in group.rows if row.reference), {}).get(("knn", 1.0))
-    for name, (ylabel, caption) in COURSES.items():
+    untrained = _untrained(group, logs)
+    for name, (ylabel, caption) in {**COURSES, **_reasons(group, logs)}.items():
         series, options = _series(logs, name, apart=name == "loss"), dict[str, Any]()
+        if name in untrained:
+            options["levels"] = {"untrained": untrained[name]}
         if name == "knn":
-            options = {"unit": "%", "levels": {"random": random.mean} if random else {}}
+            options["unit"] = "%"
         if name == "loss":
             series = {label: _unit(runs) for label, runs in series.items()}
             options = {"limits": (0.0, 1.0)}
@@ -233,6 +235,30 @@ def _courses(group: Group, logs: Logs) -> Iterator[Drawing]:
             places = {key: slots[key.rpartition(", ")[0]] for key in series if key not in slots}
             drawn = figures.compared(series, ylabel, slots=slots | places, **options)
             yield Drawing(drawn, f"{caption}{band}", name)
+
+
+def _untrained(group: Group, logs: Logs) -> dict[str, float]:
+    """What the encoder gave before training, mean over the runs that share the first one's."""
+    every = [pair for row in group.own for pair in zip(row.runs, logs[row.label], strict=True)]
+    kind = every[0][0].encoder.get("encoder")
+    same = [parts.untrained(lines) for run, lines in every if run.encoder.get("encoder") == kind]
+    measured = [found for found in same if found]
+    names = measured[0] if measured else {}
+    return {name: statistics.fmean(found[name] for found in measured) for name in names}
+
+
+def _reasons(group: Group, logs: Logs) -> dict[str, tuple[str, str]]:
+    """Whatever else several rows log, as ``COURSES`` has it."""
+    found: dict[str, list[str]] = {}  # metric -> the methods that log it
+    for row in group.own:
+        lines = [line for run in logs[row.label] for line in run]
+        for name in dict.fromkeys(name for line in lines for name in line.reasons):
+            found.setdefault(name, []).append(row.runs[0].method)
+    return {
+        name: (name.replace("_", " "), parts.explained(methods, name))
+        for name, methods in found.items()
+        if len(methods) > 1
+    }
 
 
 def _slots(group: Group) -> dict[str, int]:

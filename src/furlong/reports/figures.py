@@ -44,6 +44,7 @@ _MARKS = "osD^vP*Xdhp<>"
 # Tol's "muted", for more classes than _SERIES has colours; lighter where it would be lost on black
 _CLASSES = ("#4f46b0", "#88ccee", "#44aa99", "#2c8f4e", "#999933",
             "#ddcc77", "#cc6677", "#a8326a", "#aa4499", "#9a9a9a")  # fmt: skip
+_SMALL = 3.2  # inches, of one of many
 _WIDTH = 4.8  # inches: on a phone the text stays as large as the page's small print
 _SHADE = (0.0, 0.443, 0.698)  # near BLUE, but no variable; text on 80 % of it is readable always
 _MOST_LINES = 20  # more clients than this are shown as a band
@@ -71,12 +72,48 @@ def curves(
     each: Sequence[Points] = (),
     levels: Mapping[str, float] | None = None,
     unit: str = "",
+    from_zero: bool = False,
 ) -> Figure:
     """Bold lines over rounds; ``each`` client thin behind them; ``levels`` dashed.
 
     ``unit``: "" for plain numbers, "%" for fractions shown as percentages, "B" for bytes.
     """
     figure, axes = _axes(2.7, x="round", y=ylabel, grid="y", unit=unit)
+    _clients(axes, each)
+    for number, (name, points) in enumerate(means.items()):
+        # the second may cover the first
+        style: dict[str, Any] = {"linestyle": (0, (4, 2.5))} if number else _marked(points)
+        axes.plot(
+            *zip(*points, strict=True), color=_SERIES[number % 4], linewidth=2, label=name, **style
+        )
+    for name, level in (levels or {}).items():
+        axes.axhline(level, color=ORANGE, linewidth=1.4, linestyle=_LEVEL, label=name)
+    axes.locator_params("y", nbins=6)
+    axes.locator_params("x", nbins=7, **_WHOLE)
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8.5)
+    return figure
+
+
+def panel(mean: Points, title: str, each: Sequence[Points] = ()) -> Figure:
+    """One of many small figures: a number over rounds, bold, and ``each`` client's thin behind."""
+    figure, axes = _axes(1.7, title, x="round", grid="y", width=_SMALL)
+    _clients(axes, each)
+    axes.plot(*zip(*mean, strict=True), color=BLUE, linewidth=2, **_marked(mean))
+    axes.locator_params("y", nbins=4)
+    axes.locator_params("x", nbins=5, **_WHOLE)
+    return figure
+
+
+def _marked(points: Points) -> dict[str, Any]:
+    """The style of a line whose points can be told apart, if there are few."""
+    return {"marker": "o", "markersize": 3.5} if len(points) <= 30 else {}
+
+
+def _clients(axes: Any, each: Sequence[Points]) -> None:
+    """A thin line per client, or a band if they are many."""
     if len(each) > _MOST_LINES:
         found = _gathered(each)
         low, high = ([np.quantile(ys, q) for ys in found.values()] for q in (0.1, 0.9))
@@ -94,24 +131,6 @@ def curves(
                 marker=mark,
                 label=label,
             )
-    for number, (name, points) in enumerate(means.items()):
-        style: dict[str, Any] = (
-            {"linestyle": (0, (4, 2.5))} if number else {}
-        )  # may cover the first
-        if not number and len(points) <= 30:
-            style |= {"marker": "o", "markersize": 3.5}
-        axes.plot(
-            *zip(*points, strict=True), color=_SERIES[number % 4], linewidth=2, label=name, **style
-        )
-    for name, level in (levels or {}).items():
-        axes.axhline(level, color=ORANGE, linewidth=1.4, linestyle=_LEVEL, label=name)
-    axes.locator_params("y", nbins=6)
-    axes.locator_params("x", nbins=7, **_WHOLE)
-    if unit == "B":
-        axes.set_ylim(bottom=0)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
-        figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8.5)
-    return figure
 
 
 def compared(
@@ -415,19 +434,21 @@ def save_all(drawings: Iterable[Drawing], folder: Path) -> None:
         raise FurlongError(f"cannot make the folder {folder}: {error.strerror}") from None
     for drawing in drawings:
         for kind in ("svg", "png"):
-            save(drawing.figure, folder / f"{drawing.name}.{kind}")
+            name = re.sub(r"[^\w.+-]+", "-", drawing.name)  # of metrics in anybody's folder
+            save(drawing.figure, folder / f"{name}.{kind}")
 
 
 # ---------------------------------------------------------------- parts
 
 
 def _axes(
-    height: float, title: str = "", *, x: str = "", y: str = "", grid: str = "", unit: str = ""
-) -> tuple[Figure, Any]:
+    height: float, title: str = "", *, x: str = "", y: str = "", grid: str = "", unit: str = "",
+    width: float = _WIDTH,
+) -> tuple[Figure, Any]:  # fmt: skip
     """A figure with axes named ``x`` and ``y``; ``grid``: y or both; ``unit``: of the y axis."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, height + (0.25 if title else 0)), layout="constrained")
+    figure = Figure(figsize=(width, height + (0.25 if title else 0)), layout="constrained")
     axes: Any = figure.add_subplot()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines[:].set_linewidth(0.8)

@@ -26,17 +26,26 @@ def column_title(column: Key) -> str:
     return title if share == 1 else f"{title}, {100 * share:g} % of the labels"
 
 
+RANK = (
+    "Effective rank: in how many directions the encoder's features of different images differ, "
+    "measured without labels. Far below the random encoder's the features are collapsing; a higher "
+    "one alone is no merit."
+)
+
+
 def notes(group: Group) -> list[str]:
     """What ± and the tests mean in this table, what they say, and what else to know."""
+    rank = [RANK] if group.ranked else []
     if not group.columns:
-        return ["No accuracy was measured in these runs.", *group.notes, *paper_notes(group)]
+        none = "No accuracy was measured in these runs."
+        return [none, *rank, *group.notes, *paper_notes(group)]
     low, *_, high = sorted([len(row.seeds) for row in group.own] * 2)
     seeds = plural(high, "seed") if low == high else f"{low} to {high} seeds"
     deviation = " ± standard deviation" if high > 1 else ""
     lines = [f"Test accuracy in percent, mean{deviation} over {seeds} (n)."]
     if len(group.own) > 1:
         lines.append(_significance(group))
-    return [*lines, *group.notes, *paper_notes(group)]
+    return [*lines, *rank, *group.notes, *paper_notes(group)]
 
 
 def _significance(group: Group) -> str:
@@ -96,7 +105,8 @@ def paper_notes(group: Group) -> list[str]:
 def cells(group: Group) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Heading and rows of a printed table; a row's kind is ``run``, ``random`` or ``paper``."""
     heading = ["method", "n", *(f"{column_title(c)} %" for c in group.columns)]
-    heading += ["sent per client", "training time"]
+    ranked = ["effective rank"] if group.ranked else []
+    heading += [*ranked, "sent per client", "training time"]
     rows: list[tuple[str, list[str]]] = []
     for row in group.rows:
         n = len(row.seeds)
@@ -104,12 +114,21 @@ def cells(group: Group) -> tuple[list[str], list[tuple[str, list[str]]]]:
         sent = "–" if row.sent is None else size(sum(row.sent))
         seconds = "–" if row.seconds is None else duration(row.seconds)
         kind = "random" if row.reference else "run"
-        rows.append((kind, [row.label, str(n), *found, sent, seconds]))
+        rank = [_number(row.rank)] if group.ranked else []
+        rows.append((kind, [row.label, str(n), *found, *rank, sent, seconds]))
         for paper in row.printed:
             given = [paper.cells.get(column) for column in group.columns]
             said = ["" if p is None else points(p.accuracy, p.std) for p in given]
-            rows.append(("paper", [f"  printed in {paper.source}", "", *said, "", ""]))
+            blank = ["" for _ in (*ranked, "sent", "time")]
+            rows.append(("paper", [f"  printed in {paper.source}", "", *said, *blank]))
     return heading, rows
+
+
+def _number(spread: Spread | None) -> str:
+    """A mean that is no percentage, with its standard deviation."""
+    if spread is None:
+        return "–"
+    return f"{spread.mean:.1f}" + ("" if spread.std is None else f" ± {spread.std:.1f}")
 
 
 def _cell(spread: Spread | None, seeds: int) -> str:
@@ -146,7 +165,7 @@ def _escaped(text: str) -> str:
 def comma_separated(groups: Sequence[Group]) -> str:
     """A line per number: for a spreadsheet or a program."""
     heading = ["setting", "kind", "method", "protocol", "labels", "n", "accuracy", "std"]
-    heading += ["bytes_up_per_client", "bytes_down_per_client", "seconds"]
+    heading += ["effective_rank", "bytes_up_per_client", "bytes_down_per_client", "seconds"]
     heading += ["baseline", "difference", "p", "p_holm", "note"]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -154,7 +173,8 @@ def comma_separated(groups: Sequence[Group]) -> str:
     for group in groups:
         for row in group.rows:
             kind = "random" if row.reference else "run"
-            cost = [*(row.sent or (None, None)), row.seconds]
+            rank = None if row.rank is None else row.rank.mean
+            cost = [rank, *(row.sent or (None, None)), row.seconds]
             for column, spread in row.cells.items():
                 gap = row.differences.get(column)
                 tested = [group.baseline, gap.mean, gap.p, gap.corrected] if gap else [None] * 4
@@ -163,5 +183,5 @@ def comma_separated(groups: Sequence[Group]) -> str:
             for beside in row.printed:
                 for column, p in beside.cells.items():
                     about = [group.title, f"printed in {p.source}", row.label, *column, None]
-                    writer.writerow([*about, p.accuracy, p.std, *[None] * 7, beside.note])
+                    writer.writerow([*about, p.accuracy, p.std, *[None] * 8, beside.note])
     return text.getvalue()

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from furlong.methods import METHODS
 from furlong.reports import figures, parts, tables
 from furlong.reports.figures import Drawing
-from furlong.reports.formats import column_title
+from furlong.reports.formats import RANK, column_title
 from furlong.reports.rendering import render
 from furlong.reports.tables import Key, MeasuredRun
 from furlong.runs.folder import write_file
-from furlong.runs.record import Line, Result, damaged
+from furlong.runs.record import Line, damaged
 from furlong.words import percent, size
 
 ENCODERS = {
@@ -31,6 +32,7 @@ BOUNDS = {
     "single": "every client trained alone",
     "pooled": "all images were put in one place",
 }
+BOLD = "The bold line is the clients' mean, weighted by their numbers of images."
 FROZEN = ("knn", "linear", "linear-crops")
 TUNED = ("semi", "federated", "transfer")
 
@@ -50,10 +52,13 @@ def build(run: Path, drawings: Path | None = None) -> Path:
         "done": lines[-1].round + 1 if lines else 0,
         "rounds_seen": len({line.round for line in lines}),
         "bound": BOUNDS.get(record.bound),
-        "results": list(_results(record.measured)),
+        "results": list(_results(record)),
         "headline": _headline(record),
         "printed": list(_printed(record)),
         "curves": [*_curves(record, lines), *_plane(record)],
+        "reasons": list(_reasons(record, lines)),
+        "bold": BOLD,
+        "trouble": parts.trouble(record.method, lines),
         "split": list(parts.split_drawings(record.split)),
         "method": METHODS.get(record.method),
         "traffic": parts.traffic(lines) if record.bound == "none" else None,
@@ -61,29 +66,33 @@ def build(run: Path, drawings: Path | None = None) -> Path:
     }
     write_file(run / "report.html", render("report.html.jinja", contents).encode())
     if drawings is not None:
-        figures.save_all([*contents["curves"], *contents["split"]], drawings)
+        drawn = (contents[name] for name in ("curves", "reasons", "split"))
+        figures.save_all(chain.from_iterable(drawn), drawings)
     return run / "report.html"
 
 
 # ---------------------------------------------------------------- numbers
 
 
-def _results(rows: Sequence[Result]) -> Iterator[dict[str, Any]]:
+def _results(run: MeasuredRun) -> Iterator[dict[str, Any]]:
     """Tables: a column per protocol, a row per encoder, clients by themselves apart.
 
     What the clients tuned themselves is a table of its own.
     """
     for federated in (False, True):
-        some = [r for r in rows if (tables.kind_of(r.protocol) == "federated") == federated]
-        columns, table = tables.by_encoder(some)
-        named = [(ENCODERS.get(who, who), who, cells) for who, cells in table.items()]
-        if table:
+        kinds = [(tables.kind_of(row.protocol) == "federated", row) for row in run.measured]
+        columns, table = tables.by_encoder(row for tuned, row in kinds if tuned == federated)
+        ranks = {} if federated else run.ranks
+        people = dict.fromkeys([*table, *ranks])
+        named = [(ENCODERS.get(who, who), who, table.get(who, {})) for who in people]
+        if people:
             yield {
                 "federated": federated,
                 "columns": columns,
+                "ranks": ranks,
                 "rows": [row for row in named if not row[1].endswith(" alone")],
                 "alone": [row for row in named if row[1].endswith(" alone")],
-                "notes": list(_how(columns, table)),
+                "notes": [*_how(columns, table), *([RANK] if ranks else [])],
             }
 
 
@@ -127,12 +136,11 @@ def _headline(run: MeasuredRun) -> list[tuple[str, float, float | None]]:
 
 
 def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
-    yield from _training(lines)
+    yield from _losses(lines)
+    untrained = parts.untrained(lines)
+    whose = ", mean of the clients' encoders" if run.bound == "single" else ""
     if score := _points(lines, "knn"):
-        random = run.scores.get(("random", ("knn", 1.0)))
-        level = {} if random is None else {"random encoder": random}
-        dashed = " Dashed: the encoder before any training, on all images." if level else ""
-        whose = ", mean of the clients' encoders" if run.bound == "single" else ""
+        level, dashed = _level(untrained.get("knn"))
         yield Drawing(
             figures.curves({"kNN": score}, "test accuracy", levels=level, unit="%"),
             f"kNN accuracy during training{whose}, on a sample of the images.{dashed} Last: "
@@ -140,10 +148,12 @@ def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
             "knn",
         )
     if rank := _points(lines, "effective_rank"):
+        level, dashed = _level(untrained.get("effective_rank"))
         yield Drawing(
-            figures.curves({"rank": rank}, "effective rank"),
-            "How many directions the representations use, measured without labels. Near 1 they "
-            f"have collapsed: all images look the same to the encoder. Last: {rank[-1][1]:.1f}.",
+            figures.curves({"rank": rank}, "effective rank", levels=level, from_zero=True),
+            f"In how many directions the representations differ{whose}, measured without labels. "
+            "Far below the untrained encoder's a run is heading for collapse; near 1 all images "
+            f"look the same to the encoder.{dashed} Last: {rank[-1][1]:.1f}.",
             "effective_rank",
         )
     if angles := dict(_points(lines, "angles")):
@@ -159,34 +169,54 @@ def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
         sent = {way: _sum_up(lines, f"bytes_{way}") for way in ("up", "down")}
         sums = ", ".join(f"{size(points[-1][1])} {way}" for way, points in sent.items())
         yield Drawing(
-            figures.curves(sent, "sent so far", unit="B"),
+            figures.curves(sent, "sent so far", unit="B", from_zero=True),
             f"Bytes sent since the start, all clients together: {sums}.",
             "bytes",
         )
 
 
-def _training(lines: Sequence[Line]) -> Iterator[Drawing]:
-    """Loss and divergence, of every kind of exchange apart."""
+def _level(value: float | None) -> tuple[dict[str, float], str]:
+    """The untrained encoder's number across a figure, and words for the caption."""
+    if value is None:
+        return {}, ""
+    return {"untrained": value}, " Dashed: the encoder before any training."
+
+
+def _losses(lines: Sequence[Line]) -> Iterator[Drawing]:
+    """The training loss, of every kind of exchange apart."""
+    for kind, during, some in _by_kind(lines):
+        if mean := _points(some, "loss"):
+            each = _each(some, "loss")
+            bold = f" {BOLD}" if len(each) > 1 else ""
+            yield Drawing(
+                figures.curves({"mean": mean}, "training loss", each=each),
+                f"Training loss{during} in every round.{bold} {_ends(mean)}",
+                f"loss{kind}",
+            )
+
+
+def _reasons(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
+    """Whatever else the method logs: a small figure for each number."""
+    for kind, during, some in _by_kind(lines):
+        for name in dict.fromkeys(name for line in some for name in line.reasons):
+            mean, title = _points(some, name), name.replace("_", " ") + during
+            yield Drawing(
+                figures.panel(mean, title, _each(some, name)),
+                f"{parts.explained([run.method], name)} {_ends(mean)}",
+                f"{name}{kind}",
+            )
+
+
+def _by_kind(lines: Sequence[Line]) -> Iterator[tuple[str, str, list[Line]]]:
+    """The lines of every kind of exchange: an ending for names, words for captions, the lines."""
     kinds = list(dict.fromkeys(line.kind for line in lines))
     for kind in kinds:
-        some = [line for line in lines if line.kind == kind]
-        during = f" in the exchanges “{kind}”" if len(kinds) > 1 else ""
-        for name, ylabel, caption in (
-            ("loss", "training loss", f"Training loss{during} in every round."),
-            ("divergence", "divergence",
-             "How far local training moved a client's encoder away from the federation's."),
-        ):  # fmt: skip
-            if mean := _points(some, name):
-                each = _each(some, name)
-                if len(each) > 1:
-                    caption += (
-                        " The bold line is the clients' mean, weighted by their numbers of images."
-                    )
-                yield Drawing(
-                    figures.curves({"mean": mean}, ylabel, each=each),
-                    f"{caption} First: {mean[0][1]:.4g}, last: {mean[-1][1]:.4g}.",
-                    name if len(kinds) == 1 else f"{name}-{kind}",
-                )
+        ending, during = (f"-{kind}", f" in the exchanges “{kind}”") if len(kinds) > 1 else ("", "")
+        yield ending, during, [line for line in lines if line.kind == kind]
+
+
+def _ends(points: Sequence[tuple[int, float]]) -> str:
+    return f"First: {points[0][1]:.4g}, last: {points[-1][1]:.4g}."
 
 
 def _plane(run: MeasuredRun) -> Iterator[Drawing]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from furlong.core.method import Method
 from furlong.core.payload import Traffic
+from furlong.evaluation.quality import diagnosis, in_words
+from furlong.methods import METHODS
 from furlong.reports import figures
 from furlong.reports.figures import Drawing
 from furlong.runs.record import Line, Split
@@ -39,6 +42,29 @@ def failures(lines: Sequence[Line]) -> dict[str, Any]:
         "refused": sum(count for key, count in times.items() if key[1] == "refused"),
         "clients": len({key[0] for key in times}),
     }
+
+
+def untrained(lines: Sequence[Line]) -> dict[str, float]:
+    """The encoder's numbers before training, as the monitor measured them; empty: it did not."""
+    return next((found for line in lines if (found := line.metrics.get("untrained"))), {})
+
+
+def trouble(method: str, lines: Sequence[Line]) -> str:
+    """In words, with the remedy: whether a run is heading for collapse; empty if it is not."""
+    course, before = [line.metrics for line in lines], untrained(lines)
+    state = diagnosis(course, before)
+    if not state:
+        return ""
+    now = next(one for one in reversed(course) if one.get("effective_rank") is not None)
+    remedy = METHODS[method].cls.remedy if method in METHODS else Method.remedy
+    words = f"{in_words(state, now, before)} {remedy}"
+    return words[:1].upper() + words[1:]
+
+
+def explained(methods: Iterable[str], name: str) -> str:
+    """How to read a number that methods log: as the first of them says that explains it."""
+    known = [METHODS[method].cls.explains for method in methods if method in METHODS]
+    return next((words[name] for words in known if name in words), "As the method logs it.")
 
 
 def split_drawings(split: Split | None) -> Iterator[Drawing]:

@@ -103,6 +103,7 @@ class TableRow:
     cells: dict[Key, Spread] = field(default_factory=dict)
     differences: dict[Key, Difference] = field(default_factory=dict)
     printed: list[Beside] = field(default_factory=list)
+    rank: Spread | None = None  # the effective rank; None: it was not measured
     reference: bool = False  # the random encoder
 
     @property
@@ -148,6 +149,11 @@ class Group:
     def own(self) -> list[TableRow]:
         """The rows of trained encoders."""
         return [row for row in self.rows if not row.reference]
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the effective rank was measured."""
+        return any(row.rank is not None for row in self.rows)
 
     def best(self, column: Key) -> TableRow | None:
         """The row with the highest mean; bounds and the random encoder do not compete."""
@@ -336,7 +342,7 @@ def _group(
                 f"settings of {same.path}."
             )
     for row in rows.values():
-        row.cells = _spreads(row.runs, columns)
+        row.cells, row.rank = _spreads(row.runs, columns), _rank(row.runs)
         row.printed = _beside(row.runs[0].settings, columns)
     named = [label for label, row in rows.items() if baseline in (label, row.runs[0].name)]
     chosen = (named or list(rows))[0]
@@ -387,9 +393,24 @@ def _spreads(
             score = run.scores.get((who or run.finished.who, column))
             if score is not None:
                 values.setdefault(run.seed, []).append(score)
-        if values:
-            found[column] = Spread({seed: statistics.fmean(v) for seed, v in values.items()})
+        if (spread := _spread(values)) is not None:
+            found[column] = spread
     return found
+
+
+def _rank(runs: Sequence[MeasuredRun], who: str | None = None) -> Spread | None:
+    """The effective rank of ``who``'s features, by default of what the runs trained."""
+    values: dict[int, list[float]] = {}
+    for run in runs:
+        if (rank := run.ranks.get(who or run.finished.who)) is not None:
+            values.setdefault(run.seed, []).append(rank)
+    return _spread(values)
+
+
+def _spread(values: Mapping[int, Sequence[float]]) -> Spread | None:
+    """A seed's values are averaged."""
+    found = {seed: statistics.fmean(several) for seed, several in values.items()}
+    return Spread(found) if found else None
 
 
 def _random(runs: Sequence[MeasuredRun], columns: Sequence[Key]) -> Iterator[TableRow]:
@@ -399,11 +420,12 @@ def _random(runs: Sequence[MeasuredRun], columns: Sequence[Key]) -> Iterator[Tab
         apart.setdefault(str(run.encoder.get("encoder", "")), []).append(run)
     for architecture, same in apart.items():
         label = f"random ({architecture})" if len(apart) > 1 else "random encoder"
-        if cells := _spreads(same, columns, "random"):
+        cells, rank = _spreads(same, columns, "random"), _rank(same, "random")
+        if cells or rank is not None:
             settings = same[0].settings
             untrained = {"method": {"name": "random"}, "run": settings["run"] | {"bound": "none"}}
             beside = _beside(settings | untrained, columns)
-            yield TableRow(label, list(same), cells, printed=beside, reference=True)
+            yield TableRow(label, list(same), cells, printed=beside, rank=rank, reference=True)
 
 
 def _beside(settings: Mapping[str, Any], columns: Sequence[Key]) -> list[Beside]:

@@ -180,6 +180,11 @@ class EvaluateSettings:
         table=True,
         agree=False,
     )
+    also: str = setting(
+        "",
+        "More protocols at the end, as furlong evaluate names them: semi-1 is 1 % of the labels.",
+        role="watch",
+    )
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from furlong.runs.folder import RunFolder
 from furlong.runs.nodes import Members
 from furlong.runs.observers import NOTHING_DONE, Event, Observer, Status
 from furlong.runs.prepare import Prepared, prepare
-from furlong.runs.results import final_rows
+from furlong.runs.results import at_the_end, final_rows, quality_rows
 from furlong.runs.saved_encoder import load_encoder
 from furlong.runs.split import describe_partition
 from furlong.seeding import threads
@@ -88,6 +88,7 @@ def run(
     with folder.locked(), _session(settings, folder, say, engine) as session:
         try:
             prepared = prepare(settings, members=None if session is None else session.members())
+            at_the_end(settings.evaluate, _images(prepared))  # mistakes show before the training
         except BaseException:
             folder.discard()
             raise
@@ -174,7 +175,7 @@ def _train(
     board = observers.TensorBoard(folder.path)
     with prepared.engine() if session is None else session.engine(prepared) as engine, board:
         engine.restore({} if saved is None else saved.clients)
-        observe = _observers(prepared, folder, engine, board, show, say)
+        observe = _observers(prepared, folder, random, engine, board, show, say)
         total = len(server.exchanges())
         for result in server.run(engine, state, done):
             if prepared.config.run.bound != "none":  # a bound sends nothing to anybody
@@ -187,7 +188,7 @@ def _train(
         weights = snapshot(next(iter(learnt.values())))
         engine.finish(pack_tensors(weights, {"about": json.dumps(about(prepared))}))
     summary = _summary(prepared, totals, state)
-    summary["results"] = _results(prepared, {"random": random, **learnt}, state)
+    summary |= _measured(prepared, {"random": random, **learnt}, state)
     folder.save_encoder(weights, about(prepared))
     folder.write("summary.json", summary)
     if server.folder is not None:  # what clients sent, of use only to a run that goes on
@@ -198,6 +199,7 @@ def _train(
 def _observers(
     prepared: Prepared,
     folder: RunFolder,
+    random: nn.Module,
     engine: Engine,
     board: Observer,
     show: Show | None,
@@ -206,7 +208,7 @@ def _observers(
     """In this order: what measures, what writes down, what saves, what tells."""
     every, exchanges = prepared.config.run.save_every, prepared.server.exchanges()
     return [
-        observers.Monitor(prepared, say),
+        observers.Monitor(prepared, random, say),
         *([observers.Angles(prepared)] if prepared.config.evaluate.angles else []),
         lambda event: folder.append(event.line),
         board,
@@ -223,19 +225,27 @@ def _random_encoder(prepared: Prepared, folder: RunFolder) -> nn.Module:
     return encoder
 
 
-def _results(
-    prepared: Prepared, found: Mapping[str, nn.Module], state: Any
-) -> list[dict[str, Any]]:
+def _images(prepared: Prepared) -> Images:
     setup = prepared.setup
-    images = Images(prepared.train, prepared.test, setup.augment, setup.seed)
-    if not images.has_labels:
-        return []
+    return Images(prepared.train, prepared.test, setup.augment, setup.seed)
+
+
+def _measured(
+    prepared: Prepared, found: Mapping[str, nn.Module], state: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """What encoders are worth at the end: ``results`` with labels, ``quality`` without."""
+    images, device = _images(prepared), prepared.setup.device
     whose, own = (
-        {name: module.to(setup.device) for name, module in modules.items()}
+        {name: module.to(device) for name, module in modules.items()}
         for modules in (found, classifiers(prepared, state))
     )
+    labelled, here = images.has_labels, len(images.train) > 0
     with threads(prepared.workers):
-        return final_rows(prepared.config.evaluate, images, whose, own)
+        settings = prepared.config.evaluate
+        return {
+            "results": final_rows(settings, images, whose, own) if labelled else [],
+            "quality": quality_rows(images, whose) if here else [],
+        }
 
 
 def _summary(prepared: Prepared, totals: Mapping[str, float], state: Any) -> dict[str, Any]:
@@ -248,7 +258,6 @@ def _summary(prepared: Prepared, totals: Mapping[str, float], state: Any) -> dic
         "clients": len(prepared.federation.clients),
         "rounds": prepared.setup.rounds,
         "seed": prepared.setup.seed,
-        "results": [],
         "seconds": round(seconds, 3),
         "images_per_second": round(totals["images"] / max(seconds, 1e-9), 1),
         "bytes_up": int(totals["bytes_up"]),

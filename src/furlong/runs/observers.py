@@ -6,8 +6,8 @@ seen; the later ones write it down, save the run, and tell whoever watches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ from furlong.evaluation.angles import angles
 from furlong.evaluation.features import features
 from furlong.evaluation.knn import KNN
 from furlong.evaluation.protocol import Encoded, Images
-from furlong.evaluation.quality import Quality, quality, sample
+from furlong.evaluation.quality import QUALITY, LabelFree, State, diagnosis, in_words
 from furlong.runs import checkpoint
 from furlong.runs.encoders import encoders
 from furlong.runs.prepare import Prepared
 from furlong.seeding import seed_of, shuffled, threads, with_seed
 
-QUALITY = tuple(field.name for field in fields(Quality))
+Numbers = dict[str, float]
 SAMPLE = 1000  # images for the quality: the rank of n images is at most n
 NOTHING_DONE = dict.fromkeys(("seconds", "images", "bytes_up", "bytes_down", "failures"), 0.0)
 
@@ -68,20 +68,16 @@ Observer = Callable[[Event], None]
 
 def line_of(result: ExchangeResult[Any]) -> dict[str, Any]:
     """What metrics.jsonl says of an exchange before anything has been measured."""
-    total = sum(result.examples.values()) or 1
     names = sorted({name for m in result.metrics.values() for name in m} - {"images"})
-    means = {
-        name: sum(m[name] * result.examples[c] for c, m in result.metrics.items() if name in m)
-        / total
-        for name in names
-    }
     return {
-        **means,  # first: what a client calls its metrics must not replace what we say
+        # first: what a client calls its metrics must not replace what we say
+        **{name: _mean(result, name) for name in names},
         **result.own,
         "exchange": result.exchange.index,
         "round": result.exchange.round,
         "kind": result.exchange.kind,
         "knn": None,
+        "untrained": None,
         "seconds": round(result.seconds, 4),
         "images_per_second": round(_images(result) / max(result.seconds, 1e-9), 1),
         "bytes_up": result.up.total,
@@ -94,62 +90,73 @@ def line_of(result: ExchangeResult[Any]) -> dict[str, Any]:
     }
 
 
+def _mean(result: ExchangeResult[Any], name: str) -> float:
+    """Over the clients that have the metric, weighted by their numbers of images."""
+    having = {c: m[name] for c, m in result.metrics.items() if name in m}
+    total = sum(result.examples[c] for c in having) or 1
+    return sum(value * result.examples[c] for c, value in having.items()) / total
+
+
 def _images(result: ExchangeResult[Any]) -> float:
     return sum(m.get("images", 0.0) for m in result.metrics.values())
 
 
 class Monitor:
-    """Now and then kNN accuracy, and quality without labels; one warning when that collapses.
+    """Now and then kNN accuracy, and quality without labels, beside the untrained encoder's.
 
-    An encoder that cannot be measured must not end a run.
+    Says once that a run is heading for collapse, and once that it has collapsed. An encoder that
+    cannot be measured must not end a run.
     """
 
-    def __init__(self, prepared: Prepared, say: Callable[[str], None]) -> None:
-        self._prepared, self._say, self._warned = prepared, say, False
+    def __init__(self, prepared: Prepared, random: nn.Module, say: Callable[[str], None]) -> None:
+        self._prepared, self._random, self._say = prepared, random, say
         setup, self._settings = prepared.setup, prepared.config.evaluate
         self._images = Images(prepared.train, prepared.test, setup.augment, setup.seed)
-        self._pixels = sample(self._images, min(SAMPLE, self._settings.monitor_images))
         self._knn = KNN(self._settings.k, self._settings.temperature)
+        self._quality = LabelFree(min(SAMPLE, self._settings.monitor_images))
+        self._untrained: Numbers | None = None
+        self._courses: dict[str, list[Numbers]] = {}  # whose encoder -> its measurements
+        self._said: set[str] = set()
 
     def __call__(self, event: Event) -> None:
         """Every ``evaluate.knn_every`` exchanges and at the end."""
         every = self._settings.knn_every or max(1, event.total // 20)
         if event.last or event.done % every == 0:
-            event.line.update(self.measure(encoders(self._prepared, event.result.server)))
+            if self._untrained is None:
+                self._untrained = self.measure({"random": self._random})["random"]
+            each = self.measure(encoders(self._prepared, event.result.server))
+            event.line.update(_means(each.values()), untrained=self._untrained)
             event.line.update(self._reasons(event))
+            self._warn(each, self._untrained)
 
-    def measure(self, found: Mapping[str, nn.Module]) -> dict[str, float]:
-        """Means over the encoders, for the log; nothing of what cannot be measured."""
-        measured: dict[str, float] = {}
+    def measure(self, found: Mapping[str, nn.Module]) -> dict[str, Numbers]:
+        """Whose encoder -> its numbers; nothing of what cannot be measured."""
         moved = {name: one.to(self._prepared.setup.device) for name, one in found.items()}
-        for what, measure in (
+        measured: dict[str, Numbers] = {name: {} for name in found}
+        for what, numbers in (
             ("the kNN monitor", self._accuracy),
-            ("the monitor without labels", self._quality),
+            ("the monitor without labels", self._label_free),
         ):
             try:
                 with threads(self._prepared.workers):
-                    each = measure(moved)
+                    each = {name: numbers(encoder) for name, encoder in moved.items()}
             except FurlongError as error:
                 self._say(f"{what} failed: {error}")
             else:
-                measured |= {name: sum(one[name] for one in each) / len(each) for name in each[0]}
+                measured = {name: {**measured[name], **each[name]} for name in found}
         return measured
 
-    def _accuracy(self, found: Mapping[str, nn.Module]) -> list[dict[str, float]]:
+    def _accuracy(self, encoder: nn.Module) -> Numbers:
         if not self._images.has_labels:
-            return [{}]
-        limit = self._settings.monitor_images
-        encoded = (Encoded(encoder, self._images, limit) for encoder in found.values())
-        return [{"knn": self._knn.measure(each)["accuracy"]} for each in encoded]
+            return {}
+        encoded = Encoded(encoder, self._images, self._settings.monitor_images)
+        return {"knn": self._knn.measure(encoded)["accuracy"]}
 
-    def _quality(self, found: Mapping[str, nn.Module]) -> list[dict[str, float]]:
-        if not len(self._pixels):  # they are all on other machines
-            return [{}]
-        seed = seed_of(self._images.seed, "quality") % 2**31  # the same views every time
-        views = self._images.augment
-        each = {name: quality(one, self._pixels, views, seed) for name, one in found.items()}
-        self._warn(each)
-        return [asdict(one) for one in each.values()]
+    def _label_free(self, encoder: nn.Module) -> Numbers:
+        if not len(self._images.train):  # they are all on other machines
+            return {}
+        found = self._quality.measure(Encoded(encoder, self._images))
+        return {name: found[name] for name in QUALITY}
 
     def _reasons(self, event: Event) -> dict[str, float]:
         """What the method says of itself, from labelled images."""
@@ -165,17 +172,28 @@ class Monitor:
             ctx = server.context(event.result.exchange)
             return self._prepared.method.explain(event.result.server, batch, ctx)
 
-    def _warn(self, found: Mapping[str, Quality]) -> None:
-        collapsed = [name for name, one in found.items() if one.collapsed]
-        if not collapsed or self._warned:
-            return
-        self._warned = True
-        worst = found[collapsed[0]]
-        self._say(
-            f"warning: the representation has collapsed ({', '.join(collapsed)}): effective rank "
-            f"{worst.effective_rank:.1f}, spread {worst.spread:.3f}. All images look alike to the "
-            "encoder. Try a lower --optimiser.lr, a larger --batch-size or another method."
-        )
+    def _warn(self, each: Mapping[str, Numbers], untrained: Numbers) -> None:
+        """Say that a run is heading for collapse, or has collapsed; either once, the worse last."""
+        states: dict[State, str] = {}  # state -> the first encoder that is in it
+        for name, numbers in each.items():
+            course = self._courses.setdefault(name, [])
+            course.append(numbers)
+            states.setdefault(diagnosis(course, untrained), name)
+        for state in ("collapsed", "heading for collapse"):
+            if state in self._said:
+                return
+            if state in states:
+                self._said.add(state)
+                name = states[state]
+                words = in_words(state, each[name], untrained)
+                self._say(f"warning ({name}): {words} {self._prepared.method.remedy}")
+                return
+
+
+def _means(each: Iterable[Numbers]) -> Numbers:
+    """Of several encoders, which all have the same names."""
+    rows = list(each)
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
 class Angles:
@@ -230,10 +248,11 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
-        usual = ("loss", "divergence", "knn", "images_per_second", "bytes_up", "bytes_down")
-        for name in (*usual, *QUALITY):
-            if line.get(name) is not None:
-                self._writer.add_scalar(name, line[name], step)
+        for name, value in line.items():
+            if isinstance(value, int | float) and name not in ("exchange", "round"):
+                self._writer.add_scalar(name, value, step)
+        for name, value in (line["untrained"] or {}).items():
+            self._writer.add_scalar(f"untrained/{name}", value, step)
         for client, measured in line["clients"].items():
             for name, value in measured.items():
                 self._writer.add_scalar(f"clients/{client}/{name}", value, step)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, get_origin, get_
 
 from furlong.core.payload import Traffic
 from furlong.errors import FurlongError
+from furlong.evaluation.quality import QUALITY
 from furlong.runs import config
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 NEEDED = ("method.name", "data.name", "data.partition", "model.encoder", "train.rounds",
           "evaluate.k", "run.seed")  # fmt: skip
+
+EVERY_RUN = ("exchange", "round", "loss", "knn", "seconds", "images_per_second", "images",
+             "bytes_up", "bytes_down", *QUALITY)  # fmt: skip
+"""What a line of metrics.jsonl has whatever the method is."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,14 @@ class Result:
     std: float | None = None  # over the clients, of a mean over them
     data: str | None = None  # the images that it was measured on
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What summary.json says of an encoder's features without labels."""
+
+    who: str
+    effective_rank: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,7 @@ class Summary:
     rounds: int | None = None
     seed: int | None = None
     failures: int | None = None
+    quality: list[Features] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,6 +89,12 @@ class Line:
     kind: str = "train"
     failures: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)  # the whole line: loss, knn, angles, …
+
+    @property
+    def reasons(self) -> dict[str, float]:
+        """The numbers that the method logs of itself; its ``explains`` says how to read them."""
+        own = ((name, value) for name, value in self.metrics.items() if name not in EVERY_RUN)
+        return {name: value for name, value in own if type(value) in (int, float)}
 
 
 @dataclass(frozen=True)
@@ -243,6 +263,12 @@ class RunRecord:
         rows = [row for row in self.evaluations if row.get("accuracy") is not None]
         later = [parse(Result, row, self.path / "evaluations.json") for row in rows]
         return [*([] if self.summary is None else self.summary.results), *later]
+
+    @property
+    def ranks(self) -> dict[str, float]:
+        """Whose encoder -> the effective rank of its features, when the run ended."""
+        found = [] if self.summary is None else self.summary.quality
+        return {one.who: one.effective_rank for one in found}
 
     @cached_property
     def split(self) -> Split | None:

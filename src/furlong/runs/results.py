@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from furlong.errors import FurlongError
 from furlong.evaluation.features import features
 from furlong.evaluation.knn import KNN
 from furlong.evaluation.linear import Linear, LinearCrops
@@ -19,6 +21,7 @@ from furlong.runs.config import EvaluateSettings, build
 from furlong.runs.finetune import Federated
 
 Result = dict[str, Any]  # who, protocol, labels, accuracy, …
+ACCURATE = ("knn", "linear", "linear-crops", "semi")  # kinds that need no other images
 KINDS = (KNN, Linear, LinearCrops, Semi, Transfer, Federated, LabelFree)
 
 
@@ -41,19 +44,51 @@ def final_rows(
 ) -> list[Result]:
     """The results of a run: of every encoder, and the mean of those of clients alone."""
     rows: list[Result] = []
+    asked = at_the_end(settings, images)
     for whose, encoder in encoders.items():
         encoded = Encoded(encoder, images)
-        asked = protocols(settings)
-        scores = {name: each.measure(encoded)["accuracy"] for name, each in asked.items()}
+        scores = [
+            {"protocol": name, "labels": each.labels, "accuracy": each.measure(encoded)["accuracy"]}
+            for name, each in asked.items()
+        ]
         if whose in classifiers:
-            scores["classifier"] = _right(classifiers[whose], images)
-        for protocol, accuracy in scores.items():
-            rows.append({"who": whose, "protocol": protocol, "labels": 1.0, "accuracy": accuracy})
+            right = _right(classifiers[whose], images)
+            scores.append({"protocol": "classifier", "labels": 1.0, "accuracy": right})
+        rows += [{"who": whose, **score} for score in scores]
     for protocol in sorted({row["protocol"] for row in rows}):
-        alone = [r for r in rows if r["who"].endswith(" alone") and r["protocol"] == protocol]
-        if alone:
-            rows.append(mean_and_spread(alone, "alone"))
+        rows += _mean_alone([row for row in rows if row["protocol"] == protocol])
     return rows
+
+
+def at_the_end(settings: EvaluateSettings, images: Images) -> dict[str, Protocol]:
+    """The protocols that end a run; refuses those that cannot be measured on ``images``."""
+    asked = protocols(settings)
+    if settings.also:
+        more = protocols(settings, settings.also)
+        for name, each in more.items():
+            if each.kind not in ACCURATE:
+                raise FurlongError(
+                    f"evaluate.also names {name}: a run can end with {', '.join(ACCURATE)}. "
+                    f"Afterwards: furlong evaluate RUN --protocols {name}"
+                )
+            each.check(images)
+        asked |= more
+    return asked
+
+
+def quality_rows(images: Images, encoders: Mapping[str, nn.Module]) -> list[Result]:
+    """What needs no labels, of every encoder, and the mean of those of clients alone."""
+    rows = []
+    for who, encoder in encoders.items():
+        with suppress(FurlongError):  # it has diverged, and the run is over all the same
+            rows.append({"who": who, **LabelFree().measure(Encoded(encoder, images))})
+    return [*rows, *_mean_alone(rows)]
+
+
+def _mean_alone(rows: Sequence[Result]) -> list[Result]:
+    """The row of the mean over clients that trained alone, if there are any."""
+    alone = [row for row in rows if row["who"].endswith(" alone")]
+    return [mean_and_spread(alone, "alone")] if alone else []
 
 
 def _right(classifier: nn.Module, images: Images) -> float:

@@ -32,6 +32,8 @@ class Wrapping(Method[S, Any, Any, Any]):
     pairs_views = _inner("pairs_views")
     usual_augment = _inner("usual_augment")
     caution = _inner("caution")
+    explains = _inner("explains")
+    remedy = _inner("remedy")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bn_stats", self.inner.bn_stats)  # a field, so no property
