@@ -120,7 +120,7 @@ def claims() -> dict[str, Part]:
         },
     }
     mfcl = {**CIFAR, **QUIET, "method": "mfcl"}
-    untrained = {"method.sensor-rounds": 0}
+    untrained = {"method.train-sensor": "false"}
     simclr = {"method": "fedsimclr"}
     return {
         "fedca": Part(

@@ -78,7 +78,10 @@ PROTOCOLS = "tests/evaluation/test_protocols.py"
 CONFIG = "tests/runs/test_config.py"
 TABLES = "tests/reports/test_tables.py"
 CODEC = "tests/engines/test_codec.py -k 'not methods_run'"
-COST = "tests/runs/test_cost.py -k 'fedsimclr or fcl or table_8 or without_data or one_client'"
+COST = (
+    "tests/runs/test_cost.py"
+    " -k 'fedsimclr or fcl or table_8 or without_data or one_client or now_and_then'"
+)
 CLUSTERING = "tests/nn/test_clustering.py"
 REMOTE = (
     "tests/deploy/test_remote.py -k 'slice or nonsense or bad_answer or restarts "
@@ -432,9 +435,9 @@ MUTANTS = [
     ),
     Mutant(
         "mfcl-fewest",
-        "methods/mfcl.py",
-        "if len(now) >= need",
-        "if len(now) > need",
+        "methods/representations.py",
+        "if len(now) >= fewest",
+        "if len(now) > fewest",
         MFCL,
         "a step with just enough clients is left out",
     ),
@@ -445,7 +448,6 @@ MUTANTS = [
         "self.pairs_per_client / 128",
         MFCL,
         "the server's learning rate is doubled",
-        True,
     ),
     Mutant(
         "swav-unit-after-mean",
@@ -1501,7 +1503,6 @@ MUTANTS = [
         "with nullcontext():",
         MFCL,
         "Peer Normalization sees no pairs in phase 1",
-        True,
     ),
     Mutant(
         "mfcl-reconstruction-negated",
@@ -1510,7 +1511,6 @@ MUTANTS = [
         "optimiser.step(-self.mismatch(",
         MFCL,
         "the sensor unlearns",
-        True,
     ),
     Mutant(
         "mfcl-partners-reversed",
@@ -1519,7 +1519,6 @@ MUTANTS = [
         "nt_xent(first, second.flip(0), self.temperature)",
         MFCL,
         "the positives of phase 2 are other images",
-        True,
     ),
     Mutant(
         "mfcl-one-view",
@@ -1528,7 +1527,94 @@ MUTANTS = [
         "torch.stack([codes[0], codes[0]], dim=1)",
         MFCL,
         "both representations of an image are the same",
-        True,
+    ),
+    Mutant(
+        "mfcl-lone-client",
+        "methods/mfcl.py",
+        "return self.min_clients if len(setup.sizes) > 1 else 1",
+        "return self.min_clients",
+        MFCL,
+        "a client with all data waits for a second one",
+    ),
+    Mutant(
+        "mfcl-one-is-enough",
+        "methods/mfcl.py",
+        "self.pairs_per_client, self.fewest(ctx.setup))",
+        "self.pairs_per_client, 1)",
+        MFCL,
+        "an epoch ends in steps with the largest client alone",
+    ),
+    Mutant(
+        "mfcl-untrained-sensor",
+        "methods/mfcl.py",
+        "return setup.rounds if self.train_sensor else 0",
+        "return setup.rounds",
+        MFCL,
+        "the sensor is trained all the same",
+    ),
+    Mutant(
+        "mfcl-codes-apart",
+        "methods/mfcl.py",
+        "views(encoder, batch, self.pair_codes)",
+        "views(encoder, batch, True)",
+        MFCL,
+        "views share statistics in phase 2 whatever pair_codes says",
+    ),
+    Mutant(
+        "mfcl-server-momentum",
+        "methods/mfcl.py",
+        "optimiser.set_moments(speed)",
+        "pass",
+        MFCL,
+        "every epoch of phase 2 starts without momentum",
+    ),
+    Mutant(
+        "mfcl-server-decay",
+        "methods/mfcl.py",
+        "self.server_lr, self.server_momentum, decay)",
+        "self.server_lr, self.server_momentum, 0.0)",
+        MFCL,
+        "phase 2 has no weight decay",
+    ),
+    Mutant(
+        "mfcl-server-temperature",
+        "methods/mfcl.py",
+        "nt_xent(first, second, self.temperature)",
+        "nt_xent(first, second, 0.3)",
+        MFCL,
+        "the temperature of phase 2 is ignored",
+    ),
+    Mutant(
+        "mfcl-warm-up",
+        "methods/mfcl.py",
+        "(epoch + step / len(steps)) / self.server_epochs",
+        "epoch / self.server_epochs",
+        MFCL,
+        "the rate of phase 2 stays the same in an epoch",
+    ),
+    Mutant(
+        "mfcl-given-away",
+        "nn/peernorm.py",
+        "alike.argmin(1) == peer",
+        "alike.argmax(1) == peer",
+        MFCL,
+        "the nearest means are looked for, not the most opposite",
+    ),
+    Mutant(
+        "table-8-both-ways",
+        "runs/cost.py",
+        "return 2 * self.parameters * self.BITS",
+        "return self.parameters * self.BITS",
+        COST,
+        "a model counts one way",
+    ),
+    Mutant(
+        "table-8-visits",
+        "runs/cost.py",
+        "visits += len(cost.cohort) if cost.up.params else 0",
+        "visits += len(cost.cohort)",
+        COST,
+        "exchanges of representations count as rounds of the model",
     ),
     # ------------------------------------------------------------ what explains a run
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from by_hand import LR, a_batch, local_context, plain_client, run_round
 from conftest import tiny
 
 from furlong import files
@@ -21,10 +24,11 @@ from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.methods.mfcl import MFCL, Codes, Server
-from furlong.methods.representations import Stored, stacked
-from furlong.nn.peernorm import peers
+from furlong.methods.representations import Stored, mini_batches, stacked
+from furlong.nn.peernorm import given_away, peers
 from furlong.runs.cost import predict
 from furlong.runs.prepare import prepare
+from furlong.seeding import seeded
 
 
 def make(**options: Any) -> Any:
@@ -43,6 +47,19 @@ def test_plan() -> None:
     assert [e.round for e in exchanges] == [0, 1, 2, 2, 3, 3]
     assert exchanges[2].clients == (0, 1, 2)
     assert exchanges[3].clients == ()
+
+
+@pytest.mark.parametrize("refresh", ["once", "per_epoch"])
+def test_an_untrained_sensor_goes_straight_to_phase_2(refresh: str) -> None:
+    p = make(train_sensor=False, refresh=refresh)
+    between = ["encode"] if refresh == "per_epoch" else []
+    assert kinds(p) == ["encode", "discriminate", *between, "discriminate"]
+    assert [e.round for e in p.server.exchanges()] == [0, 0] + [1] * len(between) + [1]
+    start, done = p.server.init(), run(p)
+    assert all(torch.equal(start.sensor[n], done.sensor[n]) for n in start.sensor)
+    costs = list(predict(p.server))
+    assert [c.exchange for c in costs] == p.server.exchanges()
+    assert sum(c.up.params for c in costs) == 0
 
 
 def test_uploads_are_bounded() -> None:
@@ -72,7 +89,7 @@ def test_impossible_settings(bad: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("drop", "left"), [(0.0, 3), (0.3, 3), (0.34, 2), (0.7, 1)])
 def test_drop(drop: float, left: int) -> None:
-    p = make(drop=drop)
+    p = make(drop=drop, min_clients=1)
     chosen = p.method.senders(p.setup)
     assert len(chosen) == left
     assert chosen == p.method.senders(p.setup)
@@ -86,9 +103,17 @@ def test_drop_of_many() -> None:
     assert len(p.method.senders(replace(p.setup, sizes=dict.fromkeys(range(100), 4)))) == 71
 
 
-def test_too_many_dropped() -> None:
+def test_too_few_clients() -> None:
     with pytest.raises(FurlongError, match="leaves 1 of 3 clients"):
-        make(drop=0.7, min_clients=2).server.exchanges()
+        make(drop=0.7).server.exchanges()
+    with pytest.raises(FurlongError, match=r"leaves 3 of 3 clients .*min_clients is 4: lower it"):
+        make(min_clients=4).server.exchanges()
+
+
+@pytest.mark.parametrize("options", [{"clients": 1}, {"bound": "pooled"}], ids=str)
+def test_a_lone_client_waits_for_nobody(options: dict[str, Any]) -> None:
+    p = prepare(tiny("mfcl", **options))
+    assert run(p).held == {0: (0,)}
 
 
 def test_peers_survive_the_servers_shuffling() -> None:
@@ -110,7 +135,10 @@ def test_representations_pair_two_views_of_one_image() -> None:
     exchange = next(e for e in p.server.exchanges() if e.kind == "encode")
     server = p.server.init()
     down = p.method.download(server, 0, p.server.context(exchange))
-    assert all(name.startswith("encoder.") for name in down.weights)
+    assert (
+        down.weights.keys()
+        == p.method.sensor(p.server.context(exchange)).encoder.state_dict().keys()
+    )
     ctx = ClientContext(setup, exchange, Networks(), client=0, data=p.federation.shard(0))
     report = run_client(p.method, down, ctx, BlobStore(1 << 30))
     pairs = report.upload.pairs
@@ -139,22 +167,33 @@ def test_shared_statistics_give_pairs_away() -> None:
         exchange = next(e for e in p.server.exchanges() if e.kind == "encode")
         down = p.method.download(p.server.init(), 0, p.server.context(exchange))
         ctx = ClientContext(p.setup, exchange, Networks(), client=0, data=p.federation.shard(0))
-        encoder = torch.nn.Module()
-        encoder.add_module("encoder", p.method.sensor(ctx).get_submodule("encoder"))
+        encoder = p.method.sensor(ctx).encoder
         encoder.load_state_dict(down.weights)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             views = torch.cat(p.setup.augment.views(p.train.pixels[:8], 2))
-        last = encoder.get_submodule("encoder.norm2")
+        last = encoder.norm2
         seen: list[torch.Tensor] = []
         hook = last.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.clone()))
         with torch.no_grad(), peers(encoder) if paired else nullcontext():
-            encoder.get_submodule("encoder")(views)
+            codes = encoder(views)
         hook.remove()
         means = seen[0].unflatten(1, (16, 4)).mean((2, 3, 4))  # views × groups
         first, second = means.chunk(2)
         assert torch.allclose(first, -second, atol=1e-4)
         assert (first.abs().max() > 1e-3) == paired
+        assert (given_away(codes) > 0.5) == paired
+
+
+@pytest.mark.parametrize("norm", ["pn", "gn"])
+def test_the_log_says_how_many_pairs_are_given_away(norm: str) -> None:
+    p = make(norm=norm, pair_codes=True)
+    with seeded(p.setup.device, "explain"), torch.no_grad():
+        ctx = p.server.context(p.server.exchanges()[-1])
+        found = p.method.explain(p.server.init(), a_batch(p, 40), ctx)
+    assert found.keys() == {"given_away_together", "given_away_apart"}
+    assert found["given_away_apart"] < 0.1
+    assert (found["given_away_together"] > 0.4) == (norm == "pn")
 
 
 def run(p: Any, until: int | None = None) -> Any:
@@ -201,6 +240,7 @@ def test_phases_change_what_they_should() -> None:
         {"refresh": "per_epoch"},
         {"drop": 0.4},
         {"pair_codes": True},
+        {"train_sensor": False, "norm": "bn"},
         {"probe_input": "projection"},
     ],
     ids=str,
@@ -247,6 +287,23 @@ def test_steps_take_one_mini_batch_per_client() -> None:
         strict.train(few, p.server.context(p.server.exchanges()[-1]))
 
 
+def test_small_clients_do_not_leave_a_large_one_alone() -> None:
+    """Clients of 36, 24 and 12 images: the epoch ends with the second largest."""
+    p = prepare(tiny("mfcl", partition="quantity:3,2,1", **{"method.pairs_per_client": 5}))
+    state = run(p, 2)
+    ctx = p.server.context(p.server.exchanges()[-1])
+
+    def clients(fewest: int) -> list[int]:
+        return [len(s) for s in replace(p.method, min_clients=fewest).steps(state, ctx)]
+
+    assert sorted(p.setup.sizes.values()) == [12, 24, 36]
+    assert [len(step) for step in p.method.steps(state, ctx)] == [3, 3, 2, 2]
+    assert clients(1) == [3, 3, 2, 2, 1, 1, 1]
+    assert clients(3) == [3, 3]
+    few = [Stored([torch.zeros(n, 1)]) for n in (0, 3, 7)]  # one sent nothing but empty parts
+    assert [[len(rows) for _, rows in step] for step in mini_batches(few, 5, 1)] == [[3, 5]]
+
+
 def test_lost_representations_are_named() -> None:
     p = make()
     state = run(p)
@@ -257,7 +314,7 @@ def test_lost_representations_are_named() -> None:
 
 
 def test_a_client_that_misses_phase_two() -> None:
-    p = make()
+    p = make(min_clients=1)
     state = run(p, 1)
     ctx = p.server.context(p.server.exchanges()[2])
     codes = Codes(torch.randn(24, 2, 64, 16, 16))
@@ -333,3 +390,172 @@ def test_predicted_bytes_of_the_paper_scale() -> None:
     assert codes == 5 * 10_000 * 2 * 65_536 * 4
     assert max(c.up.features for c in costs) <= 5 * 256 * 2**20
     assert costs[0].up.params == 5 * 77_853 * 4
+
+
+# ---------------------------------------------------------------- both phases repeated by hand
+
+Weights = dict[str, torch.Tensor]
+
+
+def normalised(x: torch.Tensor, w: Weights, name: str, paired: bool) -> torch.Tensor:
+    """Eqs. 3 and 4, the mean and variance of 16 groups (3 channels: one) over both views."""
+    groups = 16 if x.shape[1] % 16 == 0 else 1
+    maps = x.view(1 + paired, -1, groups, x.shape[1] // groups, *x.shape[2:])  # views × images × …
+    mean = maps.mean((0, 3, 4, 5), keepdim=True)
+    variance = ((maps - mean) ** 2).mean((0, 3, 4, 5), keepdim=True)
+    y = ((maps - mean) / (variance + 1e-3).sqrt()).view(x.shape)
+    return y * w[f"{name}.weight"].view(-1, 1, 1) + w[f"{name}.bias"].view(-1, 1, 1)
+
+
+def encoded(x: torch.Tensor, w: Weights, paired: bool) -> torch.Tensor:
+    """Layers 1 to 4 of Table 5; the pool is the decoder's (rep32)."""
+    for layer in ("1", "2"):
+        x = F.conv2d(x, w[f"conv{layer}.weight"], w[f"conv{layer}.bias"], padding=1)
+        x = normalised(x, w, f"norm{layer}", paired).relu()
+    return x
+
+
+def decoded(x: torch.Tensor, w: Weights, paired: bool) -> torch.Tensor:
+    """Layers 5 to 9 of Table 5, with a pool before and stride 2 in the first."""
+    x, more = F.max_pool2d(x, 2), {"stride": 2, "output_padding": 1}
+    for layer in ("1", "2"):
+        bias = w[f"conv{layer}.bias"]
+        x = F.conv_transpose2d(x, w[f"conv{layer}.weight"], bias, padding=1, **more)
+        x, more = normalised(x, w, f"norm{layer}", paired).relu(), {}
+    return F.conv2d(x, w["conv3.weight"], w["conv3.bias"], padding=1)
+
+
+def half(w: Weights, name: str) -> Weights:
+    return {n.removeprefix(f"{name}."): t for n, t in w.items() if n.startswith(f"{name}.")}
+
+
+@pytest.mark.parametrize("reconstruction", ["bce", "mse"])
+def test_a_round_of_the_sensor_by_hand(reconstruction: str) -> None:
+    """Gradient descent on the reconstruction of both views, rows i and i+K being peers."""
+    p = make(reconstruction=reconstruction)
+    recipe = replace(p.setup.augment, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
+    ctx = plain_client(p, batch_size=8)
+    ctx.setup = replace(ctx.setup, augment=recipe)
+    down = p.method.download(p.server.init(), 0, p.server.context(ctx.exchange))
+    local = run_round(p.method, down, ctx)
+    w = {name: t.clone().requires_grad_() for name, t in down.weights.items()}
+    losses = []
+    with seeded(p.setup.device, "train"):
+        for batch in ctx.batches():
+            images = torch.cat(batch.views())
+            logits = decoded(encoded(images, half(w, "encoder"), True), half(w, "decoder"), True)
+            black = torch.tensor(recipe.mean).view(3, 1, 1)
+            pixels = (images * torch.tensor(recipe.std).view(3, 1, 1) + black).clamp(0, 1)
+            made = 1 / (1 + torch.exp(-logits))
+            entropy = -(pixels * made.log() + (1 - pixels) * (1 - made).log())
+            loss = (entropy if reconstruction == "bce" else (made - pixels) ** 2).mean()
+            losses.append(loss.item())
+            gradients = torch.autograd.grad(loss, list(w.values()))
+            for weight, gradient in zip(w.values(), gradients, strict=True):
+                weight.data -= LR * gradient
+    assert len(losses) == 3
+    assert local.metrics["loss"] == pytest.approx(sum(losses) / 3, rel=1e-4)
+    assert local.upload.weights.keys() == w.keys()
+    for name, weight in w.items():
+        way = (weight.detach() - down.weights[name]).norm()
+        assert (local.upload.weights[name] - weight.detach()).norm() <= 0.01 * way + 1e-6, name
+
+
+@pytest.mark.parametrize("pair_codes", [False, True])
+def test_a_clients_encoding_by_hand(pair_codes: bool) -> None:
+    """Two different views of every image once, each by itself unless ``pair_codes``."""
+    p = make(pair_codes=pair_codes)
+    ctx = local_context(p, exchange=2, client=1, batch_size=10)
+    assert ctx.exchange.kind == "encode"
+    down = p.method.download(p.server.init(), 1, p.server.context(ctx.exchange))
+    pairs = run_round(p.method, down, ctx).upload.pairs
+    pixels = p.train.pixels[p.federation.rows[1]]
+    expected = []
+    with seeded(p.setup.device, "train"):
+        for rows in torch.randperm(24).split(10):
+            views = torch.cat(p.setup.augment.views(pixels[rows], 2))
+            first, second = encoded(views, down.weights, pair_codes).chunk(2)
+            expected += [torch.stack(both) for both in zip(first, second, strict=True)]
+    assert torch.allclose(pairs, torch.stack(expected), atol=1e-4)
+    assert all((one - two).abs().mean() > 0.01 for one, two in pairs)
+
+
+def contrasted(z: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Eq. 5, row by row: view i of 2K is to be found at i ± K among all but itself."""
+    z, count = z / z.norm(dim=1, keepdim=True), len(z)
+    losses = []
+    for i in range(count):
+        scores = z @ z[i] / temperature
+        others = torch.cat([scores[:i], scores[i + 1 :]])
+        losses.append(others.exp().sum().log() - scores[(i + count // 2) % count])
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("rule", ["lars", "sgd"])
+def test_two_epochs_of_the_server_by_hand(rule: str) -> None:
+    """Steps, partners, temperature, learning rate, decay, and momentum that goes on."""
+    rate, momentum, decay, temperature, epochs, size, warmup = 0.5, 0.8, 0.01, 0.4, 3, 5, 0.2
+    options = {
+        "server_optimiser": rule,
+        "server_lr": rate,
+        "server_momentum": momentum,
+        "server_weight_decay": decay,
+        "temperature": temperature,
+        "server_epochs": epochs,
+        "pairs_per_client": size,
+        "warmup": warmup,
+    }
+    given = {f"method.{name}": value for name, value in options.items()}
+    p = prepare(tiny("mfcl", partition="quantity:3,2,1", **{"data.image_size": 8}, **given))
+    exchanges = [e for e in p.server.exchanges() if e.kind != "sensor"]
+    state, kept = p.server.init(), {}
+    for client, count in p.setup.sizes.items():
+        with seeded(p.setup.device, "codes", client):
+            kept[client] = torch.randn(count, 2, 64, 8, 8)
+    reports = [Report(client, 2, len(pairs), Codes(pairs), {}) for client, pairs in kept.items()]
+    state = p.method.aggregate(state, reports, p.server.context(exchanges[0]))
+    net = p.method.discriminator(p.server.context(exchanges[0]))
+    net.load_state_dict(state.discriminator)
+    net.train().to(memory_format=torch.channels_last)
+    speed = {name: torch.zeros_like(weight) for name, weight in net.named_parameters()}
+    for epoch in range(2):
+        ctx = p.server.context(exchanges[1 + epoch])
+        with seeded(p.setup.device, "server", epoch):
+            state = p.method.aggregate(state, [], ctx)
+        losses = []
+        with seeded(p.setup.device, "server", epoch):
+            left = {
+                client: torch.randperm(len(pairs)).split(size) for client, pairs in kept.items()
+            }
+            for step in range(4):  # 36, 24 and 12 pairs: 7, 4 and 2 mini-batches of five
+                now = [kept[k][r[step]] for k, r in left.items() if step < len(kept[k]) // size]
+                pairs = torch.cat(now)
+                pairs = pairs[torch.randperm(len(pairs))]
+                loss = contrasted(net(torch.cat([pairs[:, 0], pairs[:, 1]])), temperature)
+                losses.append(loss.item())
+                progress = (epoch + step / 4) / epochs
+                lr = rate * 3 * size / 256
+                if progress < warmup:
+                    lr *= progress / warmup
+                else:
+                    lr *= (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
+                gradients = torch.autograd.grad(loss, list(net.parameters()))
+                for (name, weight), gradient in zip(net.named_parameters(), gradients, strict=True):
+                    if rule == "sgd":
+                        speed[name] = momentum * speed[name] + gradient + decay * weight.data
+                        weight.data -= lr * speed[name]
+                        continue
+                    way = gradient
+                    if weight.ndim > 1:
+                        way = gradient + decay * weight.data
+                        way = 0.001 * weight.data.norm() / way.norm() * way
+                    speed[name] = momentum * speed[name] + lr * way
+                    weight.data -= speed[name]
+        assert ctx.metrics["loss"] == pytest.approx(sum(losses) / 4, rel=1e-4)
+    start = p.server.init().discriminator
+    for name, weight in net.state_dict().items():
+        way = (weight - start[name]).float().norm()
+        assert (state.discriminator[name] - weight).float().norm() <= 0.01 * way + 1e-6, name
+    assert state.momentum.keys() == speed.keys()
+    for name, value in speed.items():
+        assert (state.momentum[name] - value).norm() <= 0.01 * value.norm() + 1e-7, name

@@ -141,12 +141,13 @@ PARTS = {"evaluate.probe": "none", "method.upload_mb": 2}  # MFCL's codes in sev
         ("fedca", {"evaluate.probe": "none"}, None),
         ("fcl", {"evaluate.probe": "none"}, None),
         ("mfcl", {**PARTS, "method.refresh": "per_epoch"}, (3, -1)),
+        ("mfcl", {**PARTS, "method.train_sensor": False}, (-1,)),
         pytest.param("mfcl", {**PARTS, "method.refresh": "once"}, None, marks=pytest.mark.slow),
         pytest.param(
             "mfcl", {**PARTS, "method.refresh": "per_epoch"}, None, marks=pytest.mark.slow
         ),
     ],
-    ids=["fedca", "fcl", "mfcl", "mfcl-once", "mfcl-per_epoch"],
+    ids=["fedca", "fcl", "mfcl", "mfcl-untrained", "mfcl-once", "mfcl-per_epoch"],
 )
 def test_resume_of_methods_with_more_to_keep(
     tmp_path: Path, method: str, options: dict[str, Any], stops: tuple[int, ...] | None

@@ -6,24 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from conftest import Call
 
 from furlong.core.exchange import Server
 from furlong.core.payload import Traffic
 from furlong.engines.inprocess import InProcess
 from furlong.methods import METHODS
-from furlong.runs.config import from_tree
-from furlong.runs.cost import predict, without_data
-
-
-def coded_bits(
-    values: int, *, ways: int = 1, bits: int = 32, code_rate: tuple[int, int] = (1, 3)
-) -> int:
-    """Bits on the channel as in MFCL's Table 8: ``values`` of 32 bits, a code of rate 1/3.
-
-    ``ways``: 2 for a model, which goes down and up; 1 for representations.
-    """
-    carried, sent = code_rate
-    return values * bits * ways * sent // carried
+from furlong.runs.config import load
+from furlong.runs.cost import Channel, predict, without_data
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -62,44 +52,50 @@ def test_one_client_of_all(prepared: Any) -> None:
 def test_table_8(golden: dict[str, Any]) -> None:
     """The computed column of spec 4.8: 32 bits, rate 1/3, models both ways."""
     want = golden["table8"]
-    model, sensor, code, images = (
-        11_000_000,
-        100_000,
-        64 * 32 * 32,
-        5000,
-    )  # the table's round values
-    per_round = coded_bits(model, ways=2)
-    assert per_round == want["fedsimclr_bits_round_client_two_way"]
-    assert 800 * per_round == want["fedsimclr_total_client_800"]
-    assert 10 * 800 * per_round == want["fedsimclr_total_10_clients"]
-    phase_1 = coded_bits(sensor, ways=2)
-    assert phase_1 == want["mfcl_ph1_bits_round_client_two_way"]
-    assert 15 * phase_1 == want["mfcl_ph1_total_client_15"]
-    assert images * code == want["rep_floats_client_one_view"]
-    one = coded_bits(images * code)
-    assert one == want["rep_bits_client_one_view"]
-    assert 2 * one == want["rep_bits_client_two_views"]
-    assert 10 * one == want["rep_bits_10_clients_one_view"]
+    code, images = 64 * 32 * 32, 5000
+    fedsimclr = Channel(rounds=800, parameters=11_000_000, values=0, clients=10)
+    assert fedsimclr.bits_of_a_round == want["fedsimclr_bits_round_client_two_way"]
+    assert fedsimclr.bits_of_models == want["fedsimclr_total_client_800"]
+    assert fedsimclr.bits == want["fedsimclr_total_10_clients"]
+    one = Channel(rounds=15, parameters=100_000, values=images * code, clients=10)
+    assert one.bits_of_a_round == want["mfcl_ph1_bits_round_client_two_way"]
+    assert one.bits_of_models == want["mfcl_ph1_total_client_15"]
+    assert one.values == want["rep_floats_client_one_view"]
+    assert one.bits_of_representations == want["rep_bits_client_one_view"]
+    assert 10 * one.bits_of_representations == want["rep_bits_10_clients_one_view"]
     assert 64 * code == want["batch64_tensor_floats"]
-    assert 10 * (15 * phase_1 + one) == want["total_10_clients_one_view"]
-    assert 10 * (15 * phase_1 + 2 * one) == want["total_10_clients_two_views"]
-    refreshes = (10 * 800 * per_round - 10 * 15 * phase_1) / (10 * 2 * one)
+    assert one.bits == want["total_10_clients_one_view"]
+    two = replace(one, values=2 * one.values)
+    assert two.bits_of_representations == want["rep_bits_client_two_views"]
+    assert two.bits == want["total_10_clients_two_views"]
+    refreshes = (fedsimclr.bits - 10 * two.bits_of_models) / (10 * two.bits_of_representations)
     assert refreshes == pytest.approx(want["refreshes_equal_fedsimclr"])
 
 
-def test_table_8_from_the_methods_themselves() -> None:
-    """The same with what our methods send: 11.76 M and 77,853 parameters, two views."""
-    sizes = dict.fromkeys(range(10), 5000)
+def test_table_8_of_the_papers_rows(furlong_: Call) -> None:
+    """The same with what the methods send, 11.76 M and 77,853 parameters; the command says it."""
+    found = {}
+    for row in ("fedsimclr", "pn"):
+        settings = load(
+            f"paper:mfcl/table2/cifar10/sc2/{row}",
+            {"method.server_epochs": 1} if row == "pn" else {},
+        )
+        costs = list(predict(without_data(settings, dict.fromkeys(range(10), 5000))))
+        found[row] = Channel.of(costs, 10)
+    assert found["fedsimclr"] == Channel(800, 11_168_832 + 592_128, 0, 10)
+    assert found["pn"] == Channel(15, 77_853, 2 * 327_680_000, 10)
+    assert found["fedsimclr"].bits / found["pn"].bits == pytest.approx(28.6, abs=0.05)
+    said = furlong_("cost", "paper:mfcl/table2/cifar10/sc2/pn", "--sizes", "5000x10")
+    for words in ("77,853 parameters", "1.49e+07 bits per round", "2.24e+08 bits in all (phase 1)"):
+        assert words in " ".join(said.out.split())
+    for words in ("655,360,000 values", "6.29e+10 bits (phase 2)", "All clients: 6.31e+11 bits"):
+        assert words in " ".join(said.out.split())
 
-    def total(method: str, rounds: int, **options: Any) -> Traffic:
-        given = {"method": method, "encoder": "resnet18", "rounds": rounds, **options}
-        server = without_data(from_tree({}, given, "test"), sizes)
-        costs = list(predict(server))
-        return sum((c.up + c.down for c in costs), Traffic())
 
-    fedsimclr = total("fedsimclr", 2, **{"method.projection_head": "mfcl_proj"})
-    assert fedsimclr.params == 2 * 2 * 10 * 4 * (11_168_832 + 592_128)
-    mfcl = total("mfcl", 15, **{"method.server_epochs": 1})
-    assert mfcl.features == 10 * 2 * 327_680_000 * 4
-    ratio = 400 * coded_bits(fedsimclr.params // 4) / coded_bits(mfcl.total // 4)
-    assert ratio == pytest.approx(28.6, abs=0.05)  # 26.7 with the table's round values
+def test_a_client_that_takes_part_now_and_then(prepared: Any) -> None:
+    """Means over all clients, though two of three take part in each of three rounds."""
+    server = prepared("fedsimclr", rounds=3, fraction=0.7).server
+    costs = list(predict(server))
+    sent = Channel.of(costs, 3)
+    assert sent.rounds == 2
+    assert sent.bits == sum(c.up.params for c in costs) * 8 * 3 * 2

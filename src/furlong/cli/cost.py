@@ -14,7 +14,7 @@ from furlong.cli.options import with_settings
 from furlong.core.payload import Traffic
 from furlong.errors import FurlongError
 from furlong.runs import config
-from furlong.runs.cost import Cost, predict, without_data
+from furlong.runs.cost import Channel, Cost, predict, without_data
 from furlong.runs.prepare import prepare
 from furlong.words import size
 
@@ -49,8 +49,8 @@ def cost(
         server = prepare(resolved).server
     else:
         server = without_data(resolved, _sizes(sizes), 3, resolved.data.image_size or 32)
-    kinds: dict[str, list[Cost]] = {}
-    for item in predict(server):
+    costs, kinds = list(predict(server)), dict[str, list[Cost]]()
+    for item in costs:
         kinds.setdefault(item.exchange.kind, []).append(item)
     if as_json:
         print(
@@ -93,6 +93,14 @@ def cost(
         f"{resolved.method['name']}, {server.setup.encoder}, {len(server.setup.sizes)} clients: "
         f"{size(whole.total)} in all, {size(each)} per client. A report's own numbers (images, "
         "loss) come on top, some bytes each."
+    )
+    sent = Channel.of(costs, len(server.setup.sizes))
+    console.print(
+        "Counted as in MFCL's Table 8 (32 bits per value, a channel code of rate 1/3, models both "
+        f"ways), a client's model has {sent.parameters:,.0f} parameters and takes "
+        f"{sent.bits_of_a_round:.3g} bits per round, {sent.bits_of_models:.3g} bits in all (phase "
+        f"1); its representations have {sent.values:,.0f} values and take "
+        f"{sent.bits_of_representations:.3g} bits (phase 2). All clients: {sent.bits:.3g} bits."
     )
 
 

@@ -11,30 +11,39 @@ trains a discriminator and a projector on it with SimCLR's loss. The encoder is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from math import ceil, prod
-from typing import Literal
+from math import ceil, isfinite, prod
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
-from furlong.core.context import ClientContext, Context, Exchange, ServerContext, Setup, Shard
-from furlong.core.method import Local, Method, Reports
+from furlong.core.context import (
+    Batch,
+    ClientContext,
+    Context,
+    Exchange,
+    Optimiser,
+    OptimiserSettings,
+    ServerContext,
+    Setup,
+    Shard,
+)
+from furlong.core.method import USUAL, Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import prefixed, snapshot
 from furlong.data.augment import unit
 from furlong.errors import FurlongError
 from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Model
 from furlong.methods.networks import chained, filled, named_head
-from furlong.methods.representations import Store, Stored, stacked
+from furlong.methods.representations import Store, Stored, mini_batches, stacked, views
 from furlong.nn.encoders import out_dim, trunk
 from furlong.nn.heads import head
 from furlong.nn.losses import nt_xent
-from furlong.nn.optimisers import LARS, warmup_cosine
-from furlong.nn.peernorm import Kind, Statistics, peers
+from furlong.nn.optimisers import warmup_cosine
+from furlong.nn.peernorm import Kind, Statistics, given_away, peers
 from furlong.nn.sensor import REPRESENTATION_CHANNELS, Sensor
 from furlong.settings import setting
 
@@ -56,13 +65,14 @@ class Codes:
     pairs: Tensor
 
 
+Upload: TypeAlias = Model | Codes
+
+
 @dataclass(frozen=True)
-class MFCL(Method[Server, None, Model, Model | Codes]):
+class MFCL(Method[Server, None, Model, Upload]):
     """A small autoencoder learns at the clients, the rest learns at the server from its codes."""
 
-    paper = (
-        "Modular Federated Contrastive Learning with Peer Normalization, anonymous submission, 2022"
-    )
+    paper = "Modular Federated Contrastive Learning with Peer Normalization, anonymous, 2022"
     remedy = CONTRASTIVE_REMEDY
     leaves = (
         "Sensor weights; then the sensor's representations of two views of every image, from which "
@@ -71,10 +81,20 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     caution = (
         "The representations are invertible by construction: the decoder that was trained to "
         "invert them is at the server, and rep32 has 65,536 values for an image of 3,072. "
-        "BatchNorm's collapse in the paper depends on bn_stats, and its GroupNorm baseline had "
-        "other groups. "
+        "Where views are encoded apart (pair_codes = false), and at test time, PN is GN: only the "
+        "sensor's training differs. Where they are encoded together, two views' group means are "
+        "opposite, and the discriminator can find partners without looking at the images. "
+        "The collapse of BN in the paper depends on bn_stats, and its GN had other groups. "
         "Refreshing the views every epoch costs more traffic than averaging whole encoders."
     )
+    usual = {
+        **USUAL,
+        "train.rounds": 3,
+        "optimiser.lr": 0.001,
+        "method.representation": "rep16",
+        "method.server_epochs": 20,
+        "method.warmup": 0.1,
+    }
     usual_small = {"projection_head": "mlp:256:256:128:bn"}
 
     representation: Literal["rep32", "rep16"] = setting(
@@ -85,15 +105,21 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         "pooled", "The statistics of peer normalization; avg_moments is the public code's."
     )
     reconstruction: Literal["bce", "mse"] = setting("bce", "The sensor's loss.")
-    # Shared statistics tell which two belong together, so the discriminator could solve its task
-    # without looking at the images; the paper has PN for phase 1, and writes a representation as a
-    # function of one view.
-    pair_codes: bool = setting(False, "Let two views share statistics in phase 2 as well.")
+    train_sensor: bool = setting(
+        True, "Train the sensor in phase 1; if false, it stays random and train.rounds is not used."
+    )
+    # The paper has PN for phase 1, and writes a representation as a function of one view.
+    pair_codes: bool = setting(
+        False,
+        "Let two views share PN's statistics in phase 2 as well, which gives away that they belong "
+        "together; if false, PN is a group norm there.",
+    )
     refresh: Literal["once", "per_epoch"] = setting(
         "once", "When clients send representations: once, or before each epoch of the server."
     )
     drop: float = setting(0.0, "The share δ of clients that miss phase 2.", at_least=0, below=1)
-    min_clients: int = setting(1, "The fewest clients Q of a step in phase 2.", at_least=1)
+    # The paper has no number. With 1, an epoch may end in steps whose negatives are of one client.
+    min_clients: int = setting(2, "The fewest clients Q of a step in phase 2.", at_least=1)
     pairs_per_client: int = setting(32, "The pairs b of each client in a step.", at_least=1)
     server_epochs: int = setting(400, "The epochs of phase 2.", at_least=1)
     server_optimiser: Literal["lars", "sgd"] = setting("lars", "The optimiser of phase 2.")
@@ -101,10 +127,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
     server_momentum: float = setting(0.9, "The momentum of phase 2.", at_least=0, below=1)
     server_weight_decay: float = setting(1e-4, "The weight decay of phase 2.", at_least=0)
     warmup: float = setting(
-        0.025,
-        "The share of phase 2 in which the rate rises.",
-        at_least=0,
-        at_most=1,
+        0.025, "The share of phase 2 in which the rate rises.", at_least=0, at_most=1
     )
     temperature: float = setting(0.3, "The temperature of SimCLR's loss.", above=0)
     projection_head: str = named_head("mfcl_proj")
@@ -115,23 +138,31 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
 
     def plan(self, setup: Setup) -> Iterator[Exchange]:
         """Rounds of sensor training; then representations, and epochs of the server's own."""
-        for index in range(setup.rounds):
+        start, senders = self.phase_2(setup), self.senders(setup)
+        for index in range(start):
             yield Exchange(index, "sensor")
-        senders = self.senders(setup)
         for epoch in range(self.server_epochs):
             if epoch == 0 or self.refresh == "per_epoch":
                 for part in range(self.parts(setup)):
-                    yield Exchange(setup.rounds + epoch, "encode", senders, part)
-            yield Exchange(setup.rounds + epoch, "discriminate", ())
+                    yield Exchange(start + epoch, "encode", senders, part)
+            yield Exchange(start + epoch, "discriminate", ())
+
+    def phase_2(self, setup: Setup) -> int:
+        """The round in which phase 2 begins: the first if the sensor is not trained."""
+        return setup.rounds if self.train_sensor else 0
+
+    def fewest(self, setup: Setup) -> int:
+        """Q; a lone client, such as one that holds all data, has nobody to wait for."""
+        return self.min_clients if len(setup.sizes) > 1 else 1
 
     def senders(self, setup: Setup) -> tuple[int, ...]:
         """The clients of phase 2: all but ⌊δM⌋, drawn by the run's seed."""
         clients = sorted(setup.sizes)
         left = len(clients) - int(self.drop * len(clients) + 1e-9)
-        if left < self.min_clients:
+        if left < self.fewest(setup):
             raise FurlongError(
                 f"method.drop = {self.drop} leaves {left} of {len(clients)} clients for phase 2; "
-                f"method.min_clients is {self.min_clients}."
+                f"method.min_clients is {self.min_clients}: lower it, or drop fewer."
             )
         generator = torch.Generator().manual_seed(setup.seed)
         order = torch.randperm(len(clients), generator=generator).tolist()
@@ -162,7 +193,7 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         name = f"{self.representation}_{self.norm}{ending}+{encoder}"
         return name if self.probe_input == "backbone" else f"{name}+{self.projection_head}"
 
-    def sensor(self, ctx: Context) -> nn.Module:
+    def sensor(self, ctx: Context) -> Sensor:
         """The autoencoder: images B×C×S×S to logits of the same shape."""
         return Sensor(ctx.setup.channels, self.representation, self.norm, self.statistics)
 
@@ -181,11 +212,9 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         """The sensor; its encoder alone when representations are wanted."""
         if ctx.exchange.kind == "sensor":
             return Model(server.sensor)
-        return Model({n: w for n, w in server.sensor.items() if n.startswith("encoder.")})
+        return Model(prefixed(server.sensor, "encoder"))
 
-    def local_update(
-        self, state: None, down: Model, ctx: ClientContext
-    ) -> Local[None, Model | Codes]:
+    def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Upload]:
         """Train the sensor, or encode."""
         if ctx.exchange.kind == "encode":
             return Local(state, Codes(self.encode(down, ctx)))
@@ -204,34 +233,30 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
             return F.mse_loss(logits.sigmoid(), images)
         return F.binary_cross_entropy_with_logits(logits, images)
 
+    def front(self, weights: Weights, ctx: Context) -> nn.Module:
+        """The sensor's encoder, frozen: images B×C×S×S to representations B×64×S×S."""
+        return ctx.network("encoder", lambda: self.sensor(ctx).encoder, weights).eval()
+
     def encode(self, down: Model, ctx: ClientContext) -> Tensor:
         """Representations n×2×64×S×S of one part of the client's images, in random order."""
-
-        def build() -> nn.Module:
-            return chained(encoder=self.sensor(ctx).get_submodule("encoder"))
-
-        encoder = ctx.network("encoder", build, down.weights).eval()
+        encoder = self.front(down.weights, ctx)
         own = torch.tensor(self.images_of(ctx.client, ctx.exchange.part, ctx.setup)).long()
-        pairs, start = torch.empty(len(own), *self.shape(ctx.setup)), 0
+        pairs = torch.empty(len(own), *self.shape(ctx.setup))
         shard = Shard(ctx.data.images, ctx.data.rows[own[torch.randperm(len(own))]])
         once = ctx.batches_of(shard, 1, shuffle=False, counted=False) if len(own) else ()
-        for batch in once:
-            with torch.no_grad(), peers(encoder) if self.pair_codes else nullcontext():
-                codes = encoder(torch.cat(batch.views())).chunk(2)
-            pairs[start : start + len(codes[0])] = torch.stack(codes, dim=1)
-            start += len(codes[0])
+        for batch, rows in zip(once, torch.split(pairs, ctx.setup.batch_size), strict=False):
+            codes = views(encoder, batch, self.pair_codes).chunk(2)
+            rows.copy_(torch.stack(codes, dim=1))
         return pairs
 
-    def expected(self, server: Server, client: int, ctx: ServerContext) -> Model | Codes:
+    def expected(self, server: Server, client: int, ctx: ServerContext) -> Upload:
         """A sensor, or representations."""
         if ctx.exchange.kind == "sensor":
             return Model(server.sensor)
         count = len(self.images_of(client, ctx.exchange.part, ctx.setup))
         return Codes(torch.zeros(()).expand(count, *self.shape(ctx.setup)))
 
-    def aggregate(
-        self, server: Server, reports: Reports[Model | Codes], ctx: ServerContext
-    ) -> Server:
+    def aggregate(self, server: Server, reports: Reports[Upload], ctx: ServerContext) -> Server:
         """Average sensors, store representations, or train an epoch."""
         if ctx.exchange.kind == "discriminate":
             return self.train(server, ctx)
@@ -245,10 +270,10 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
 
     def store(self, ctx: ServerContext) -> Store:
         """The representations of this epoch."""
-        epoch = ctx.exchange.round - ctx.setup.rounds if self.refresh == "per_epoch" else 0
+        epoch = ctx.exchange.round - self.phase_2(ctx.setup) if self.refresh == "per_epoch" else 0
         return Store(ctx.workspace(), epoch, self.shape(ctx.setup))
 
-    def keep(self, server: Server, reports: Reports[Model | Codes], ctx: ServerContext) -> Server:
+    def keep(self, server: Server, reports: Reports[Upload], ctx: ServerContext) -> Server:
         """To disk with the representations; the state only says which there are."""
         store, part, held = self.store(ctx), ctx.exchange.part, dict(server.held)
         if part == 0:
@@ -269,62 +294,38 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
                 f"{self.min_clients}: there is nothing to train on."
             )
         net = ctx.network("discriminator", lambda: self.discriminator(ctx), server.discriminator)
-        optimiser = self.optimiser(net, server.momentum)
-        epoch = ctx.exchange.round - ctx.setup.rounds
+        names = [name for name, _ in net.named_parameters()]
+        rule, decay = self.server_optimiser, self.server_weight_decay
+        settings = OptimiserSettings(rule, self.server_lr, self.server_momentum, decay)
+        optimiser = Optimiser(net.parameters(), settings, self.server_lr)
+        speed = {f"{names.index(n)}/momentum_buffer": v for n, v in server.momentum.items()}
+        optimiser.set_moments(speed)
+        epoch = ctx.exchange.round - self.phase_2(ctx.setup)
         scale = self.server_lr * len(server.held) * self.pairs_per_client / 256
-        losses = []
         for step, chosen in enumerate(steps):
             progress = (epoch + step / len(steps)) / self.server_epochs
-            for group in optimiser.param_groups:
+            for group in optimiser.torch.param_groups:
                 group["lr"] = scale * warmup_cosine(progress, self.warmup)
             pairs = stacked([codes.take(rows) for codes, rows in chosen])
             batch = pairs.to(ctx.setup.device, memory_format=torch.channels_last)
             first, second = net(batch).chunk(2)
-            loss = nt_xent(first, second, self.temperature)
-            optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-            losses.append(loss.detach())
-        loss = torch.stack(losses).mean()
-        if not loss.isfinite():
+            optimiser.step(nt_xent(first, second, self.temperature))
+        ctx.metrics.update(optimiser.metrics())
+        if not isfinite(ctx.metrics["loss"]):
             raise FurlongError(
                 f"the server's training diverged in epoch {epoch + 1}: try a smaller "
                 "method.server_lr, or the other method.server_optimiser."
             )
-        ctx.metrics["loss"] = float(loss)
-        buffers = {n: optimiser.state[p].get("momentum_buffer") for n, p in net.named_parameters()}
-        momentum = {n: b.detach().cpu().contiguous() for n, b in buffers.items() if b is not None}
+        momentum = {names[int(path.split("/")[0])]: m for path, m in optimiser.moments().items()}
         return replace(server, discriminator=snapshot(net), momentum=momentum)
 
     def steps(self, server: Server, ctx: ServerContext) -> Iterator[list[tuple[Stored, Tensor]]]:
-        """For every step, b random pairs of each client that has as many left in this epoch."""
-        queues = []
+        """One mini-batch of b pairs from each of at least Q clients."""
+        clients = []
         for client, parts in server.held.items():
             counts = {part: len(self.images_of(client, part, ctx.setup)) for part in parts}
-            codes, count = self.store(ctx).get(client, counts), sum(counts.values())
-            size = min(self.pairs_per_client, count)
-            order = torch.split(torch.randperm(count), size)
-            queues.append([(codes, rows) for rows in order if len(rows) == size])
-        need = min(self.min_clients, len(ctx.setup.sizes))
-        for step in range(max(map(len, queues), default=0)):
-            now = [queue[step] for queue in queues if step < len(queue)]
-            if len(now) >= need:
-                yield now
-
-    def optimiser(self, net: nn.Module, momentum: Weights) -> torch.optim.Optimizer:
-        """LARS or SGD, going on with the momentum of the epoch before."""
-        kind = LARS if self.server_optimiser == "lars" else torch.optim.SGD
-        made = kind(
-            net.parameters(),
-            lr=self.server_lr,
-            momentum=self.server_momentum,
-            weight_decay=self.server_weight_decay,
-        )
-        for name, parameter in net.named_parameters():
-            if name in momentum:
-                buffer = torch.empty_like(parameter).copy_(momentum[name])
-                made.state[parameter]["momentum_buffer"] = buffer
-        return made
+            clients.append(self.store(ctx).get(client, counts))
+        return mini_batches(clients, self.pairs_per_client, self.fewest(ctx.setup))
 
     def encoder(self, server: Server, ctx: ServerContext) -> nn.Module:
         """Discriminator ∘ sensor, a lone image being its own peer."""
@@ -333,3 +334,10 @@ class MFCL(Method[Server, None, Model, Model | Codes]):
         names = encoder.state_dict().keys()
         rest = {name: w for name, w in server.discriminator.items() if name in names}
         return filled(encoder, sensor | rest)
+
+    def explain(self, server: Server, batch: Batch, ctx: ServerContext) -> dict[str, float]:
+        """The share of pairs that group means give away: views encoded together, and apart."""
+        few = replace(batch, pixels=batch.pixels[:128])
+        encoder = self.front(prefixed(server.sensor, "encoder"), ctx)
+        ways = {"together": True, "apart": False}
+        return {f"given_away_{w}": given_away(views(encoder, few, on)) for w, on in ways.items()}

@@ -7,9 +7,9 @@ a few numbers per client and is not predicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from furlong.core.context import Exchange
 from furlong.core.exchange import AnyServer, Server, expected_upload
@@ -28,6 +28,52 @@ class Cost:
     cohort: list[int]
     down: Traffic
     up: Traffic
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The rows of MFCL's Table 8: bits on a channel, for single precision and a code of rate 1/3.
+
+    As in the table, a model counts both ways, without BatchNorm's statistics, and representations
+    count one way. A client is the mean of all.
+    """
+
+    rounds: float  # in which a client sends a model
+    parameters: float  # of that model
+    values: float  # of the representations that a client sends in all
+    clients: int
+
+    BITS: ClassVar[int] = 32 * 3
+
+    @classmethod
+    def of(cls, costs: Iterable[Cost], clients: int) -> Channel:
+        """What ``clients`` clients send in the exchanges of ``costs``."""
+        sent, visits = Traffic(), 0
+        for cost in costs:
+            sent += cost.up
+            visits += len(cost.cohort) if cost.up.params else 0
+        parameters = sent.params / 4 / max(1, visits)
+        return cls(visits / clients, parameters, sent.features / 4 / clients, clients)
+
+    @property
+    def bits_of_a_round(self) -> float:
+        """A client's model, down and up."""
+        return 2 * self.parameters * self.BITS
+
+    @property
+    def bits_of_models(self) -> float:
+        """A client's in all rounds: MFCL's phase 1."""
+        return self.rounds * self.bits_of_a_round
+
+    @property
+    def bits_of_representations(self) -> float:
+        """A client's: MFCL's phase 2."""
+        return self.values * self.BITS
+
+    @property
+    def bits(self) -> float:
+        """Of all clients."""
+        return self.clients * (self.bits_of_models + self.bits_of_representations)
 
 
 def without_data(
