@@ -67,7 +67,7 @@ Reports: TypeAlias = Iterable[Report[U]]
 
 
 USUAL: Mapping[str, Any] = {
-    "train.batch_size": 64,
+    "train.batch_size": 32,
     "optimiser.name": "adam",
     "optimiser.lr": 0.002,
     "optimiser.weight_decay": 0.0,
@@ -86,7 +86,7 @@ class Method(ABC, Generic[S, C, D, U]):
     # user who names only the method gets them (how they were chosen: docs/results.md)
     usual: ClassVar[Mapping[str, Any]] = USUAL
     usual_small: ClassVar[Mapping[str, Any]] = {}  # its own fields beside the encoder "small"
-    usual_augment: ClassVar[str] = "fedu"  # the preset that data.augment = "auto" stands for
+    usual_augment: ClassVar[str] = "moco_cifar"  # the preset that data.augment = "auto" stands for
     keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
     leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal
     caution: ClassVar[str] = ""  # in words: known criticism of the method

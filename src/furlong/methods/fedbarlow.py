@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from furlong.core.context import Batch
+from furlong.core.method import USUAL
 from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
 from furlong.methods.networks import Projecting, named_head
 from furlong.nn.losses import barlow_twins
@@ -24,6 +25,7 @@ class FedBarlow(Projecting, OneNetwork):
 
     paper = "Zbontar et al. 2021 (Barlow Twins), averaged as in McMahan et al. 2017"
     leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    usual = {**USUAL, "train.batch_size": 64}  # its loss is of a whole batch's statistics
     usual_small = {"projection_head": "mlp:256:128"}
 
     off_diagonal: float = setting(0.0051, "The weight λ of the redundancy term.", at_least=0)

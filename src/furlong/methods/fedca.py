@@ -111,8 +111,8 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
         "semi-supervised protocol is not that of the other papers. It gives neither τ nor how "
         "the alignment model was trained: 0.5 and SimCLR are choices made here."
     )
-    usual = {**USUAL, "method.align_epochs": 20}
-    usual_small = {"projection_head": "mlp:256:128"}
+    usual = {**USUAL, "method.temperature": 0.2, "method.align_epochs": 20}
+    usual_small = {"projection_head": "mlp:256:128:bn"}  # as FedSimCLR's, to be compared with it
 
     temperature: float = setting(0.5, "The temperature τ, which no paper gives.", above=0)
     dictionary: int = setting(1024, "The dictionary's rows K; 0: no dictionary.", at_least=0)

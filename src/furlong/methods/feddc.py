@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from furlong.core.context import ClientContext
-from furlong.core.method import Local
+from furlong.core.method import USUAL, Local
 from furlong.core.weights import snapshot
 from furlong.methods.base import WEIGHTS_REVEAL, Model, OneModel
 from furlong.methods.fedswav import project
@@ -41,6 +41,7 @@ class FedDC(Projecting, OneModel[None]):
     paper = "Caron et al. 2020 (DeepCluster-v2), averaged as in McMahan et al. 2017"
     pairs_views = True
     leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
+    usual = {**USUAL, "train.batch_size": 64}  # its loss is of a whole batch's statistics
     usual_small = {"projection_head": "mlp:256:128"}
 
     heads: int = setting(3, "How many clusterings H there are.", at_least=1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from furlong.core.context import Batch
+from furlong.core.method import USUAL
 from furlong.methods.base import NO_NEGATIVES_REMEDY, WEIGHTS_REVEAL, OneNetwork
 from furlong.methods.networks import WithPredictor, named_head
 from furlong.nn.losses import cosine_simsiam
@@ -23,7 +24,8 @@ class FedSimSiam(WithPredictor, OneNetwork):
 
     paper = "Chen & He 2021 (SimSiam), averaged as in McMahan et al. 2017"
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
-    usual_small = {"projection_head": "mlp:256:128:bn", "prediction_head": "mlp:256:128"}
+    usual = {**USUAL, "optimiser.lr": 0.0005}
+    usual_small = {"projection_head": "mlp:256:256:128:bn", "prediction_head": "mlp:256:128"}
     remedy = NO_NEGATIVES_REMEDY
 
     # easyfl_proj (no BN at its end) and easyfl_pred to compare with FedU

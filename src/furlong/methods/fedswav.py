@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.core.context import Batch, ClientContext, Context, ServerContext
-from furlong.core.method import Local, Reports
+from furlong.core.method import USUAL, Local, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
 from furlong.methods.base import WEIGHTS_REVEAL, Averaging
@@ -61,6 +61,7 @@ class FedSwAV(Projecting, Averaging[Prototyped, Queue | None]):
     pairs_views = True
     keeps = "nothing; with queue > 0 the projections of its last images (at most method.queue)"
     leaves = f"Encoder, projector and prototype weights. {WEIGHTS_REVEAL}"
+    usual = {**USUAL, "train.batch_size": 64}  # its loss is of a whole batch's statistics
     usual_small = {"projection_head": "mlp:256:128"}
     remedy = (
         "Try a lower --method.epsilon: if it exceeds the spread of the scores, every image is "

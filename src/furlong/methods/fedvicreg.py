@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from furlong.core.context import Batch
+from furlong.core.method import USUAL
 from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
 from furlong.methods.networks import Projecting, named_head
 from furlong.nn.losses import vicreg
@@ -28,6 +29,7 @@ class FedVICReg(Projecting, OneNetwork):
 
     paper = "Bardes et al. 2022 (VICReg), averaged as in McMahan et al. 2017"
     leaves = f"Encoder and expander weights. {WEIGHTS_REVEAL}"
+    usual = {**USUAL, "train.batch_size": 64}  # its loss is of a whole batch's statistics
     usual_small = {"projection_head": "mlp:256:128"}
 
     invariance: float = setting(25.0, "The weight λ of the invariance term.", at_least=0)

@@ -90,11 +90,13 @@ class MFCL(Method[Server, None, Model, Upload]):
     usual = {
         **USUAL,
         "train.rounds": 3,
+        "train.batch_size": 64,
         "optimiser.lr": 0.001,
         "method.representation": "rep16",
         "method.server_epochs": 20,
         "method.warmup": 0.1,
     }
+    usual_augment = "mfcl"
     usual_small = {"projection_head": "mlp:256:256:128:bn"}
 
     representation: Literal["rep32", "rep16"] = setting(
