@@ -238,19 +238,6 @@ def test_resolves_as_locked() -> None:
     assert {address: digest(address) for address in papers.addresses()} == locked
 
 
-def test_the_files_that_were_before_have_an_address_with_the_same_settings() -> None:
-    """Each of the 396 files that the repository had, with the digest from that time.
-
-    A change that is meant to change the digest of an address changes it here, too.
-    """
-    files = json.loads((Path(__file__).parent / "configs.lock.json").read_text())
-    assert len(files) == 396
-    for name, file in files.items():
-        assert name.split("/")[0] == file["address"].split("/")[0]
-    locked = json.loads(LOCK.read_text())
-    assert {file["address"]: file["sha256"] for file in files.values()} == locked
-
-
 # ---------------------------------------------------------------- the numbers
 
 
