@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
 from furlong.core.context import ClientContext, Exchange, ServerContext, Setup
-from furlong.core.method import Local, Method, Reports
+from furlong.core.method import USUAL, Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
 from furlong.data.augment import rotated
@@ -93,6 +93,8 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         "Clusters are only about equal in size: a centroid can stand for one image, and does when "
         "a client has hardly more images than local clusters."
     )
+    # two threads only wait for each other in the many small steps of the server's clustering
+    usual = {**USUAL, "train.server_threads": 1}
     usual_small = {"projection_head": "mlp:256:128:bn"}
 
     temperature: float = setting(0.1, "The temperature T of the assignments.", above=0)
