@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny
 from PIL import Image
 from torch import Tensor, nn
 
@@ -36,7 +37,6 @@ from furlong.runs.observers import Event, Monitor
 from furlong.runs.prepare import Prepared, prepare
 from furlong.runs.results import protocols
 from furlong.runs.saved_encoder import load_encoder
-from tests.conftest import tiny
 
 FAST = Federated(rounds=2, batch_size=8)
 
