@@ -105,6 +105,14 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         "no encryption: Carlini et al. broke it in 2020 (arXiv 2011.05315). It guarantees nothing. "
         'Off: encoding = "none"; nothing but weights is shared with fusion = false.'
     )
+    explains = {
+        "neighbour_purity": "Share of the nearest features that are of the same class (test "
+        "images); 1 / classes is chance.",
+        "neighbour_purity_encoded": "The same among features of encoded images: at chance they "
+        "cannot help, whatever weight they have.",
+        "remote_mass": "Share of the softmax that falls on the others' features.",
+        "remote_neighbours": "Share of the matched neighbours that are the others' features.",
+    }
     usual = {**USUAL, "method.bank": 512}  # features of about eight steps
     usual_small = {"projection_head": "mlp:256:128"}
 

@@ -92,6 +92,8 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
     explains: ClassVar = {
         "contrastive": "The part of the loss that tells images apart.",
         "alignment_loss": "The distance from the alignment model on public images, before β.",
+        "dictionary_mass": "P_D, the share of the softmax that falls on the dictionary: near 0 it "
+        "plays no part.",
         "dictionary_cosine": "The mean cosine between any two rows of the dictionary that a client "
         "receives. Near 1 all rows are one, and there is nothing to tell images apart by.",
     }

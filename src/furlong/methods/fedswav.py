@@ -61,6 +61,10 @@ class FedSwAV(Projecting, Averaging[Prototyped, Queue | None]):
     pairs_views = True
     keeps = "nothing; with queue > 0 the projections of its last images (at most method.queue)"
     leaves = f"Encoder, projector and prototype weights. {WEIGHTS_REVEAL}"
+    explains = {
+        "code_entropy": "Entropy of the assignments to prototypes over ln P; at 1 they are uniform "
+        "and nothing is learnt: lower --method.epsilon.",
+    }
     usual = {**USUAL, "train.batch_size": 64}  # its loss is of a whole batch's statistics
     usual_small = {"projection_head": "mlp:256:128"}
     remedy = (

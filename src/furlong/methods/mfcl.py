@@ -87,6 +87,12 @@ class MFCL(Method[Server, None, Model, Upload]):
         "The collapse of BN in the paper depends on bn_stats, and its GN had other groups. "
         "Refreshing the views every epoch costs more traffic than averaging whole encoders."
     )
+    explains = {
+        "given_away_together": "Share of views whose partner is told by the representations' "
+        "group means alone, if both are encoded together.",
+        "given_away_apart": "The same if they are encoded apart; what is above chance is a "
+        "shortcut past the images.",
+    }
     usual = {
         **USUAL,
         "train.rounds": 3,
