@@ -68,6 +68,15 @@ def usual(**options: Any) -> Options:
 def parts() -> dict[str, Part]:
     """Every experiment by its name."""
     return {
+        "choose-shapes": Part(
+            "usual settings on figures that no reported run has",
+            {**CHOOSE, **QUIET},
+            usual(),
+            seeds=(101,),
+        ),
+        "choose-cifar10": Part(
+            "the same on CIFAR-10", {**CIFAR, **CHOOSE, **QUIET}, usual(), seeds=(101,)
+        ),
         "usual-shapes": Part(
             "`furlong run --method M`, nothing else", {"run.save-every": 100}, usual()
         ),
@@ -343,7 +352,7 @@ def table(name: str, part: Part) -> str:
     columns = {
         "kNN %": "knn",
         "linear %": "linear",
-        "linear, 1 % of labels": "linear 0.01",
+        "1 % of labels %": "semi 0.01",
     }
     used = {
         title: key
