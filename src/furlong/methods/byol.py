@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from furlong.core.context import ClientContext, ServerContext
+from furlong.core.method import USUAL
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
 from furlong.methods.base import NO_NEGATIVES_REMEDY, Averaging
@@ -44,6 +45,7 @@ class Byol(Predicting, Averaging[Shared, C]):
     """A method that trains BYOL; clients differ in what they start from."""
 
     remedy = f"{NO_NEGATIVES_REMEDY} A lower --method.decay lets the target follow sooner."
+    usual: ClassVar = {**USUAL, "train.batch_size": 64}
     explains: ClassVar = {
         "divergence": "How far local training moved a client's encoder away from where it began.",
     }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from furlong.core.context import ClientContext
-from furlong.core.method import USUAL, Local
+from furlong.core.method import Local
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import DIVERGENCES
 from furlong.methods.base import WEIGHTS_REVEAL
@@ -62,7 +62,11 @@ class FedU(Byol[State | None]):
         "or 1 in all rounds DAPU decides nothing.",
     }
     # the paper's absolute μ is of its own encoder, rate and steps: here it would never be reached
-    usual = {**USUAL, "method.threshold_kind": "relative", "method.threshold": 0.75}
+    usual = {
+        **Byol.usual,
+        "method.threshold_kind": "relative",
+        "method.threshold": 0.75,
+    }
     usual_small = {"projection_head": "mlp:256:128:bn", "prediction_head": "mlp:256:128"}
 
     aggregate_from: Literal["online", "target"] = setting(
