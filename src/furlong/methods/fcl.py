@@ -113,8 +113,13 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         "remote_mass": "Share of the softmax that falls on the others' features.",
         "remote_neighbours": "Share of the matched neighbours that are the others' features.",
     }
-    usual = {**USUAL, "method.bank": 512}  # features of about eight steps
-    usual_small = {"projection_head": "mlp:256:128"}
+    usual = {
+        **USUAL,
+        "train.batch_size": 64,
+        "method.bank": 512,  # features of eight steps
+        "method.temperature": 0.2,
+    }
+    usual_small = {"projection_head": "mlp:256:128:bn"}
 
     bank: int = setting(4096, f"The number K of features that a client keeps{MOCO}.", at_least=1)
     decay: float = setting(0.99, f"The decay m of the key network{MOCO}.", at_least=0, at_most=1)

@@ -55,7 +55,7 @@ class FedMoCo(Projecting, Averaging[Nets, Queue]):
         'Weights of the query network, and with key_update = "aggregate" of the key network. '
         f"{WEIGHTS_REVEAL}"
     )
-    usual = {**USUAL, "method.bank": 512}  # keys of about eight steps
+    usual = {**USUAL, "train.batch_size": 64, "method.bank": 512}  # keys of eight steps
     usual_small = {"projection_head": "mlp:256:128"}
 
     bank: int = setting(4096, "The number K of keys that a client keeps.", at_least=1)
