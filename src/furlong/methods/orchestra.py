@@ -79,7 +79,6 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         "Lubana et al., Orchestra: Unsupervised Federated Learning via Globally Consistent "
         "Clustering, ICML 2022"
     )
-    usual_augment = "orchestra"
     remedy = f"{NO_NEGATIVES_REMEDY} A lower --method.decay lets the target follow sooner."
     keeps = "nothing; with stateful = true its target network and method.memory projections"
     leaves = (
@@ -93,9 +92,15 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         "Clusters are only about equal in size: a centroid can stand for one image, and does when "
         "a client has hardly more images than local clusters."
     )
-    # two threads only wait for each other in the many small steps of the server's clustering
-    usual = {**USUAL, "train.server_threads": 1}
-    usual_small = {"projection_head": "mlp:256:128:bn"}
+    usual = {
+        **USUAL,
+        "data.augment": "orchestra",  # on figures too: clusters are lost under stronger views
+        "optimiser.lr": 0.0005,
+        "method.decay": 0.99,
+        "method.global_clusters": 32,  # five clients send 80 local ones
+        # two threads would only wait for each other in the many small steps of the clustering
+        "train.server_threads": 1,
+    }
 
     temperature: float = setting(0.1, "The temperature T of the assignments.", above=0)
     decay: float = setting(0.996, "The decay m of the target network.", at_least=0, at_most=1)

@@ -61,8 +61,8 @@ def entry(name: str, encoder: str = "resnet18") -> Entry:
         cls.leaves,
         cls.caution,
         dict(row.server),
-        {key: value for key, value in cls.usual.items() if not key.startswith("method.")}
-        | {"data.augment": cls.usual_augment},
+        {"data.augment": cls.usual_augment}
+        | {key: value for key, value in cls.usual.items() if not key.startswith("method.")},
         options,
     )
 
