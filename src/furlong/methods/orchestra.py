@@ -35,6 +35,7 @@ from furlong.methods.networks import Projecting, backbone, named_head
 from furlong.nn.clustering import equalised_kmeans, fit_prototypes
 from furlong.nn.encoders import untracked
 from furlong.nn.losses import cluster_agreement
+from furlong.seeding import threads
 from furlong.settings import setting
 
 
@@ -98,8 +99,6 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         "optimiser.lr": 0.0005,
         "method.decay": 0.99,
         "method.global_clusters": 32,  # five clients send 80 local ones
-        # two threads would only wait for each other in the many small steps of the clustering
-        "train.server_threads": 1,
     }
 
     temperature: float = setting(0.1, "The temperature T of the assignments.", above=0)
@@ -214,9 +213,10 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
             return Shared(nets, server.centroids)
         assert server.centroids is not None
         start, device = server.centroids, ctx.setup.device
-        fitted = fit_prototypes(
-            start.to(device), torch.cat(local).to(device), self.temperature, self.server_steps
-        )
+        with threads(1):  # two would only wait for each other: these are many small steps
+            fitted = fit_prototypes(
+                start.to(device), torch.cat(local).to(device), self.temperature, self.server_steps
+            )
         return Shared(nets, fitted.cpu())
 
     def encoder(self, server: Shared, ctx: ServerContext) -> nn.Module:
