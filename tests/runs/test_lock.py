@@ -45,7 +45,8 @@ MORE: dict[str, dict[str, Any]] = {
     "fedca": {"public": "shapes", "data.public_images": 32, "method.align_epochs": 1},
     "fcl": {"method.bank": 16},
     "fedu": {"method.threshold": 0.01, "rounds": 3},
-    "mfcl": {"method.representation": "rep16", "method.server_epochs": 2},
+    "orchestra": {"method.projection_head": "small_proj", "data.augment": "shapes"},
+    "mfcl": {"data.augment": "shapes", "method.representation": "rep16", "method.server_epochs": 2},
 }
 ADAM = {"optimiser.name": "adam", "optimiser.lr": 0.001, "optimiser.weight_decay": 5e-4}
 VARIANTS: dict[str, dict[str, Any]] = {
