@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from furlong.methods import METHODS
 from furlong.runs.config import Config, from_tree
 from furlong.runs.prepare import Prepared, prepare
+from furlong.settings import facts
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 
@@ -49,6 +51,24 @@ EXTRAS: dict[str, dict[str, Any]] = {  # what a method needs to be run at all, o
 }
 
 
+SMALL = {"projection_head": "small_proj", "prediction_head": "small_pred", "decoder_width": 64}
+
+
+def pinned(method: str, small: bool = True) -> dict[str, Any]:
+    """Settings that do not follow what is usual for a method: its class's own, and plain SGD."""
+    row = METHODS.get(method)
+    given: dict[str, Any] = {"optimiser.name": "sgd"}
+    if row is None:  # a user's own
+        return given
+    fields = {fact.name: fact.default for fact in facts(row.cls)}
+    heads = {key: value for key, value in SMALL.items() if small and key in fields}
+    usual = [name.removeprefix("method.") for name in row.cls.usual if name.startswith("method.")]
+    own = {**{name: fields[name] for name in usual}, **heads}
+    if "data.augment" in row.cls.usual:
+        given["data.augment"] = "shapes"
+    return given | {f"method.{n}": v for n, v in own.items() if n not in row.fields}
+
+
 def tiny(method: str = "fedsimclr", **options: Any) -> Config:
     """Three clients with 24 small images each, two rounds."""
     base = {
@@ -63,7 +83,9 @@ def tiny(method: str = "fedsimclr", **options: Any) -> Config:
         "workers": 1,
         "train.server_threads": 1,
     }
-    return from_tree({}, {**base, **EXTRAS.get(method, {}), **options}, "test")
+    small = options.get("encoder", options.get("model.encoder", "small")) == "small"
+    given = {**base, **pinned(method, small), **EXTRAS.get(method, {}), **options}
+    return from_tree({}, given, "test")
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_fedu_for_a_resnet18(furlong_: Call) -> None:
     found = furlong_("methods", "fedu", "--json").json
     assert found["name"] == "fedu"
     assert "ICCV 2021" in found["paper"]
-    assert found["fields"]["threshold"] == 0.4
+    assert found["fields"]["threshold"] == 0.75
     assert found["fields"]["projection_head"] == "easyfl_proj"
     assert "predictor" in found["keeps"]
     assert list(found["bytes"]) == ["train"]
@@ -142,7 +142,7 @@ def test_one_method_in_words(furlong_: Call, name: str) -> None:
     ):
         assert word in text
     found = furlong_("methods", name, "--encoder", "small", "--json").json
-    assert found["fields"].get("projection_head", "mlp:").startswith("mlp:")
+    assert found["fields"].get("projection_head", "mlp:").startswith(("mlp:", "orchestra_proj"))
     assert found["usual"]["optimiser.name"] in text
     sent = [sum(count for _, count in ways["up"].values()) for ways in found["bytes"].values()]
     assert min(sent) > 8_000
@@ -161,6 +161,7 @@ def test_criticism_is_stated(furlong_: Call) -> None:
 def test_cost(furlong_: Call) -> None:
     command = ("cost", "--method", "mfcl", "--sizes", "100x2,50", "--rounds", "2")
     options = ("--method.server-epochs", "3", "--data.image-size", "16")
+    options += ("--method.representation", "rep32")
     found = furlong_(*command, *options, "--json").json
     assert [line["kind"] for line in found] == ["sensor"] * 2 + ["encode"] + ["discriminate"] * 3
     assert found[2]["up"]["features"] == 250 * 2 * 64 * 16 * 16 * 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import pinned, tiny
 from federations import Direct, failures, flower, hello, in_process, parts, train, weights
 
 from furlong.cli import main
@@ -145,7 +145,7 @@ def test_lossy_transport(tmp_path: Path, encoding: str) -> None:
 
 def site_of(folder: Path, **options: Any) -> Site:
     """A site with fifty images that agrees to a run."""
-    given = {"data": "sites", "data.image_size": 16, **options}
+    given = {"data": "sites", "data.image_size": 16, **pinned(options["method"]), **options}
     own = OwnImages("shapes", limit=50)
     return Site(folder, own, name="amber", agree=from_tree({}, given, "test"))
 

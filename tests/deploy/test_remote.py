@@ -312,7 +312,7 @@ def test_own_images_give_the_bits_of_one_folder_per_client(
     run = train(sites(tmp_path, method, **extra), wire=wire)
     together = {"data": f"folder:{scans}", "partition": "natural", "data.image_size": 16}
     options = {"method": method, "rounds": 2, "batch_size": 8, "train.server_threads": 1, **extra}
-    out = {"out": str(tmp_path / "together"), "workers": 1, "data.augment": "fedu"}
+    out = {"out": str(tmp_path / "together"), "workers": 1}
     one = loop.run(from_tree({}, {**options, **together, **out}, "test"))
     assert weights(run) == weights(one)
     assert run.summary["images"] == 44

@@ -383,7 +383,8 @@ def test_predicted_bytes_of_the_paper_scale() -> None:
     from furlong.runs.config import from_tree
     from furlong.runs.cost import without_data
 
-    settings = from_tree({}, {"method": "mfcl", "encoder": "resnet18", "rounds": 15}, "test")
+    given = {"method": "mfcl", "encoder": "resnet18", "rounds": 15}
+    settings = from_tree({}, {**given, "method.representation": "rep32"}, "test")
     server = without_data(settings, dict.fromkeys(range(5), 10_000))
     costs = list(predict(server))
     codes = sum(c.up.features for c in costs)

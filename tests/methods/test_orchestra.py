@@ -28,7 +28,7 @@ from furlong.core.weights import snapshot
 from furlong.data.augment import rotated
 from furlong.engines.inprocess import InProcess
 from furlong.methods import orchestra
-from furlong.methods.orchestra import Orchestra, Shared, Up
+from furlong.methods.orchestra import Shared, Up
 from furlong.nn.clustering import equalised_kmeans, fit_prototypes
 from furlong.nn.losses import cluster_agreement
 from furlong.runs.cost import flows
@@ -101,7 +101,6 @@ def test_the_third_view_is_turned(prepared: Any, monkeypatch: pytest.MonkeyPatch
     assert {tuple(images.shape) for images, _ in calls} == {(8, 3, 16, 16)}
     turns = torch.cat([turns for _, turns in calls]).bincount(minlength=4)
     assert turns.min() > 10  # of 96
-    assert Orchestra.usual_augment == "orchestra"
 
 
 def test_the_memory_never_leaves(prepared: Any) -> None:
@@ -119,7 +118,7 @@ def test_the_memory_never_leaves(prepared: Any) -> None:
 
 
 def test_orchestra_sends_what_the_specification_counts() -> None:
-    flow = flows("orchestra", "resnet18")
+    flow = flows("orchestra", "resnet18", **{"method.global_clusters": 128})
     assert set(flow) == {"cluster", "train"}
     up, down = (traffic(flow["train"][way]) for way in ("up", "down"))
     assert up.features == 4 * 8192

@@ -197,7 +197,9 @@ def test_fedu_payload_matches_the_paper() -> None:
         assert sum(map(count, (encoder, projector, predictor))) == floats
 
 
-@pytest.mark.parametrize("name", ["proj128", "mlp", "mlp:3", "mlp:0:4", "mlp:a:4", "mlp:1:2:3"])
+@pytest.mark.parametrize(
+    "name", ["proj128", "mlp", "mlp:3", "mlp:0:4", "mlp:a:4", "mlp:4:bn", "mlp:4:4:ln"]
+)
 def test_unknown_head(name: str) -> None:
     with pytest.raises(FurlongError, match="Unknown head"):
         head(name, 8)

@@ -52,7 +52,7 @@ def test_tables_of_methods(tmp_path: Path) -> None:
     found = {cell.method: cell for cell in grid.grid([file], [], 1, tmp_path, {})}
     assert list(found) == ["fedu", "fedsimclr", "fedu@pooled", "fedca bare"]
     fedu, pooled = found["fedu"].settings, found["fedu@pooled"].settings
-    assert (fedu.method["threshold"], fedu.data.augment, fedu.optimiser.lr) == (0.3, "fedca", 0.032)
+    assert (fedu.method["threshold"], fedu.data.augment, fedu.optimiser.lr) == (0.3, "fedca", 0.002)
     assert (pooled.method["threshold"], pooled.optimiser.lr) == (0.3, 0.5)  # its own on top
     assert found["fedsimclr"].settings.data.augment == "auto"
     assert found["fedca bare"].settings.method["dictionary"] == 0
@@ -131,7 +131,7 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: Any) -> No
     monkeypatch.setattr(loop, "resume", None)
     assert [o.state for o in grid.run(cells(tmp_path / "half", "fedsimclr"))] == ["was there"]
     # what it began with: resolved settings count as the same, others do not
-    with pytest.raises(FurlongError, match=r"optimiser\.lr = 0\.032, not 0\.5"):
+    with pytest.raises(FurlongError, match=r"optimiser\.lr = 0\.002, not 0\.5"):
         cells(tmp_path / "half", "fedsimclr", **{"optimiser.lr": 0.5})
     assert cells(tmp_path / "half", "fedsimclr", **{"run.workers": 2, "data.root": "elsewhere"})
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import pinned
 from torch import nn
 
 import furlong
 from furlong.core.payload import flatten, unpack
 from furlong.runs import checkpoint
-from furlong.settings import facts
 
 LOCK = Path(__file__).parent / "lock.json"
 TINY: dict[str, Any] = {
@@ -38,15 +38,12 @@ TINY: dict[str, Any] = {
     "workers": 1,
     "evaluate.probe": "none",
     "evaluate.k": 5,
-    "optimiser.name": "sgd",  # so that no method's usual optimiser counts
 }
-SMALL = {"projection_head": "small_proj", "prediction_head": "small_pred", "decoder_width": 64}
 MORE: dict[str, dict[str, Any]] = {
     "fedca": {"public": "shapes", "data.public_images": 32, "method.align_epochs": 1},
     "fcl": {"method.bank": 16},
     "fedu": {"method.threshold": 0.01, "rounds": 3},
-    "orchestra": {"method.projection_head": "small_proj", "data.augment": "shapes"},
-    "mfcl": {"data.augment": "shapes", "method.representation": "rep16", "method.server_epochs": 2},
+    "mfcl": {"method.representation": "rep16", "method.server_epochs": 2},
 }
 ADAM = {"optimiser.name": "adam", "optimiser.lr": 0.001, "optimiser.weight_decay": 5e-4}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -71,15 +68,6 @@ RUNS = {
     **{name: {"method": name, **MORE.get(name, {})} for name in furlong.METHODS},
     **VARIANTS,
 }
-
-
-def pinned(method: str, small: bool) -> dict[str, Any]:
-    """The method's own settings as its class has them: what is usual may change."""
-    row = furlong.METHODS[method]
-    usual = [name.removeprefix("method.") for name in row.cls.usual if name.startswith("method.")]
-    named = [*usual, *row.cls.usual_small]
-    own = {fact.name: fact.default for fact in facts(row.cls)} | (SMALL if small else {})
-    return {f"method.{n}": own[n] for n in named if n not in row.fields}
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:

@@ -13,7 +13,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from conftest import tiny
 from PIL import Image
 from torch import nn
 
@@ -267,7 +266,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
 def test_bytes_are_those_of_the_payloads(finished: Any) -> None:
     run: Run = finished[0]
-    sent = flows("fedsimclr", "small", 3, 16)["train"]
+    sent = flows("fedsimclr", "small", 3, 16, **pinned("fedsimclr"))["train"]
     down, up = traffic(sent["down"]), traffic(sent["up"])
     assert down.total == sum(count for *_, count in parts(sent["down"]))
     visits = 3 * 2

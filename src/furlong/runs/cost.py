@@ -105,13 +105,14 @@ def predict(server: AnyServer, only: int | None = None) -> Iterator[Cost]:
 
 
 def flows(
-    method: str, encoder: str, channels: int = 3, image_size: int = 32
+    method: str, encoder: str, channels: int = 3, image_size: int = 32, **options: Any
 ) -> dict[str, dict[str, Any]]:
     """What goes down to and up from one of five clients with 1,000 images each.
 
     By kind of exchange; where later exchanges of a kind send something else, they follow apart.
     """
-    settings = from_tree({}, {"method": method, "encoder": encoder, "rounds": 2}, "options")
+    given = {"method": method, "encoder": encoder, "rounds": 2, **options}
+    settings = from_tree({}, given, "options")
     return sent_by(without_data(settings, dict.fromkeys(range(5), 1000), channels, image_size))
 
 
