@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from conftest import pinned, tiny
 from PIL import Image
 from torch import nn
 
