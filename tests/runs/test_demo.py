@@ -27,7 +27,7 @@ def test_settings_are_a_valid_configuration() -> None:
     found = config.from_tree({}, demo.SETTINGS, "demo")
     assert found.method["name"] == "fedsimclr"
     assert found.method["temperature"] == 0.2
-    assert (found.data.clients, found.train.rounds, found.train.batch_size) == (5, 16, 32)
+    assert (found.data.clients, found.train.rounds, found.train.batch_size) == (5, 16, 64)
     assert (found.optimiser.name, found.evaluate.knn_every) == ("adam", 3)
 
 

@@ -21,8 +21,10 @@ from furlong.errors import FurlongError
 from furlong.runs.results import mean_and_spread
 
 SETTINGS = {
-    "method": "fedsimclr", "data": "shapes", "partition": "classes:2", "clients": "5",
-    "rounds": "16", "epochs": "1", "encoder": "small", "evaluate.knn-every": "3",
+    "method": "fedsimclr", "method.temperature": "0.2", "method.projection-head": "small_proj",
+    "data": "shapes", "partition": "classes:2", "clients": "5", "rounds": "16", "epochs": "1",
+    "batch-size": "64", "encoder": "small", "optimiser.name": "adam", "optimiser.lr": "0.002",
+    "optimiser.weight-decay": "0.0005", "evaluate.knn-every": "3",
     "evaluate.monitor-images": "1000",
 }  # fmt: skip
 WHO = ("random", "alone", "federated", "pooled")
