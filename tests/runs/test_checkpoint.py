@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import tiny
 
+import furlong
 from furlong.core.payload import pack, unpack
 from furlong.errors import FurlongError
 from furlong.methods.base import Model
@@ -288,6 +289,6 @@ def test_kill_9_then_resume(tmp_path: Path) -> None:
     resumed = loop.resume(out)
     options = dict(zip((s.removeprefix("--") for s in settings[::2]), settings[1::2], strict=True))
     options["workers"] = "1"
-    whole = loop.run(tiny(**options, out=str(tmp_path / "whole")))
+    whole = furlong.run({}, **options, out=str(tmp_path / "whole"))
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
     assert json.loads((out / "summary.json").read_text())["rounds"] == 6
