@@ -274,8 +274,7 @@ def numbers(place: Path) -> dict[str, Any]:
     last = {k: v for line in lines for k, v in line.items() if isinstance(v, float)}
     return {
         **{
-            f"{r['who']} {r['protocol']}"
-            + (f" {r['labels']:g}" if r["labels"] != 1 else ""): round(100 * r["accuracy"], 2)
+            f"{r['who']} {r['protocol']}": round(100 * r["accuracy"], 2)
             for r in summary["results"]
             if "accuracy" in r
         },
@@ -352,7 +351,7 @@ def table(name: str, part: Part) -> str:
     columns = {
         "kNN %": "knn",
         "linear %": "linear",
-        "1 % of labels %": "semi 0.01",
+        "1 % of labels %": "semi-1",
     }
     used = {
         title: key
@@ -403,7 +402,7 @@ def table(name: str, part: Part) -> str:
     return "\n".join(lines)
 
 
-WHO = ("federated", "single", "pooled", "random")
+WHO = ("federated", "alone", "pooled", "random")
 SHOWN = {
     "effective_rank": "effective rank",
     "dictionary_mass": "P_D",

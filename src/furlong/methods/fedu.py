@@ -61,7 +61,7 @@ class FedU(Byol[State | None]):
         "took_global_predictor": "Share of clients that went on with the global predictor Ψ; at 0 "
         "or 1 in all rounds DAPU decides nothing.",
     }
-    # the paper's absolute μ is of its own encoder, rate and steps: here it would never be reached
+    # the paper's absolute μ is of its own encoder, rate and steps: here it would decide nothing
     usual = {
         **Byol.usual,
         "method.threshold_kind": "relative",
