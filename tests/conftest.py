@@ -47,6 +47,7 @@ EXTRAS: dict[str, dict[str, Any]] = {  # what a method needs to be run at all, o
         "method.global_clusters": 8,
         "method.server_steps": 5,
     },
+    "ssd": {"method.projection_head": "mlp:32:192"},
     "mfcl": {"method.server_epochs": 2, "method.pairs_per_client": 8, "method.server_lr": 0.5},
 }
 

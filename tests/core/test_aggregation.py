@@ -16,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from furlong.core.aggregation import COLLECTED, Average, Rule, Ruling, ServerSettings, weiszfeld
+from furlong.core.aggregation import (
+    COLLECTED,
+    Average,
+    Collecting,
+    Rule,
+    Ruling,
+    ServerSettings,
+    least_norm,
+    weiszfeld,
+)
 from furlong.core.context import Exchange
 from furlong.core.exchange import Server
 from furlong.core.method import Method, Report
@@ -35,7 +44,7 @@ from furlong.runs.cost import predict
 from furlong.runs.prepare import Prepared, prepare
 
 RULES = get_args(Rule)
-EQUAL = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "ldawa")
+EQUAL = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "ldawa", "eua")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "norm_bound")
 SHAPES = {"conv.weight": (2, 3, 2), "bias": (4,), "scale": (), "bn.running_mean": (3,)}
 
@@ -174,6 +183,36 @@ def test_ldawa(seed: int, n: int) -> None:
     close(got["conv.weight"], sum(c * w for c, w in zip(cosines, weight, strict=True)) / n)
     for name in ("bias", "scale", "bn.running_mean", "bn.running_var"):
         close(got[name], stacked(values, name).mean(axis=0))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_least_norm(n: int) -> None:
+    """Against a search over the simplex; orthogonal vectors share by 1/length²."""
+    rows = torch.randn(n, 7, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    shares = least_norm(rows @ rows.T)
+    assert float(shares.sum()) == pytest.approx(1)
+    assert (shares >= 0).all()
+    tried = torch.distributions.Dirichlet(torch.full((n,), 0.5, dtype=torch.float64)).sample(
+        (5000,)
+    )
+    assert float((shares @ rows).norm()) <= float((tried @ rows).norm(dim=1).min()) * 1.001
+    square = torch.diag(torch.tensor([1.0, 4.0], dtype=torch.float64))
+    assert least_norm(square).tolist() == pytest.approx([0.8, 0.2])
+
+
+def test_eua_counts_those_less_who_went_far_or_together() -> None:
+    before = {"w": torch.zeros(2, dtype=torch.float64)}
+    right, up = torch.tensor([1.0, 0.0]).double(), torch.tensor([0.0, 1.0]).double()
+
+    def merged(*moves: Tensor) -> list[float]:
+        cohort: Collecting[Any] = Collecting("average", ServerSettings("eua"), print)
+        for move in moves:
+            cohort.add({"w": move}, 10)
+        return cohort.onto(before)["w"].tolist()
+
+    assert merged(right, up) == pytest.approx([0.5, 0.5])
+    assert merged(4 * right, up) == pytest.approx([0.8, 0.8])  # shares 1/5 and 4/5
+    assert merged(right, right, up) == pytest.approx([0.5, 0.5], abs=1e-6)
 
 
 @pytest.mark.parametrize("lr", [None, 0.3])

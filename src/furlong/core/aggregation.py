@@ -1,4 +1,4 @@
-"""How the server merges what clients send: the mean, server optimisers, robust rules, L-DAWA.
+"""How the server merges what clients send: the mean, server optimisers, robust rules, and others.
 
 With w_k the clients' values, x the server's, n clients in the round and Δ_k = w_k - x:
 
@@ -14,6 +14,8 @@ With w_k the clients' values, x the server's, n clients in the round and Δ_k = 
     norm_bound        mean of x + Δ_k·min(1, C/‖Δ_k‖)                Sun et al., arXiv:1911.07963
     ldawa             1/n Σ_k δ_k w_k for every tensor, δ_k = cos(w_k, x)
                                                                      Rehman et al., ICCV 2023
+    eua               Σ α_k w_k, α_k ∝ λ_k/‖Δ_k‖ with λ ≥ 0, Σ λ_k = 1 that makes
+                      ‖Σ λ_k Δ_k/‖Δ_k‖‖ smallest                     Liao et al., CVPR 2024 (FedU²)
 
 ``mean``, ``momentum`` and ``adam`` stream. The other rules hold all answers of a round in memory.
 ``mean``, ``momentum``, ``adam`` and ``norm_bound`` weigh clients by their number of images. The
@@ -48,6 +50,7 @@ Rule = Literal[
     "geometric_median",
     "norm_bound",
     "ldawa",
+    "eua",
 ]
 FAULTY = ("trimmed_mean", "krum", "multi_krum")  # rules that are told how many may be bad
 ROBUST = ("median", "geometric_median", "norm_bound", *FAULTY)
@@ -238,13 +241,18 @@ class Collecting(Generic[P]):
         """The names of the floating tensors."""
         return [name for name, tensor in self.values[0].items() if tensor.is_floating_point()]
 
-    def squared_distances(self) -> Tensor:
-        """Between any two answers over all floating tensors, n×n in float64."""
+    def products(self, names: Iterable[str]) -> Tensor:
+        """Δ_i·Δ_j over the tensors ``names``, n×n in float64."""
         n = len(self.values)
         products = torch.zeros(n, n, dtype=torch.float64)
-        for name in self.floating():
+        for name in names:
             moves = self.moves(name)  # not the values: differences of large numbers lose digits
             products += moves @ moves.T
+        return products
+
+    def squared_distances(self) -> Tensor:
+        """Between any two answers over all floating tensors, n×n in float64."""
+        products = self.products(self.floating())
         squares = products.diagonal()
         return (squares + squares[:, None] - 2 * products).clamp(min=0).fill_diagonal_(0)
 
@@ -346,6 +354,37 @@ def _ldawa(cohort: Collecting[Any]) -> Weights:
     )
 
 
+def least_norm(products: Tensor, iterations: int = 200) -> Tensor:
+    """λ (n, not negative, summing to 1) for which Σ λ_k v_k is shortest; ``products``: v_i·v_j.
+
+    Frank & Wolfe's method with exact steps, as in multi-objective descent (Sener & Koltun 2018).
+    """
+    shares = torch.full((len(products),), 1 / len(products), dtype=torch.float64)
+    for _ in range(iterations):
+        slope = products @ shares
+        best = int(slope.argmin())
+        length, across = float(shares @ slope), float(slope[best])
+        span = length - 2 * across + float(products[best, best])  # ‖v - v_best‖²
+        if length - across <= 1e-12 * max(length, 1e-12) or span <= 0:
+            break
+        step = min(1.0, (length - across) / span)
+        shares = shares * (1 - step)
+        shares[best] += step
+    return shares
+
+
+def _eua(cohort: Collecting[Any]) -> Weights:
+    """Parameters decide the shares, and BatchNorm statistics take the same ones.
+
+    The authors' code goes a step of fixed length along the shortest combination of the clients'
+    directions; here the shares add up to 1, so that the server's value stays among the clients'.
+    """
+    products = cohort.products(name for name in cohort.floating() if not is_buffer(name))
+    norms = products.diagonal().sqrt().clamp(min=SMOOTHING)
+    shares = least_norm(products / norms / norms[:, None]) / norms
+    return cohort.mean(zip(cohort.values, (shares / shares.sum()).tolist(), strict=True))
+
+
 COLLECTED: dict[str, Callable[[Collecting[Any]], Weights]] = {
     # one value of a coordinate is left, or two
     "median": lambda cohort: _by_coordinate(cohort, (len(cohort.values) - 1) // 2),
@@ -355,6 +394,7 @@ COLLECTED: dict[str, Callable[[Collecting[Any]], Weights]] = {
     "geometric_median": _geometric_median,
     "norm_bound": _norm_bound,
     "ldawa": _ldawa,
+    "eua": _eua,
 }
 
 

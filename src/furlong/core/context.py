@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from furlong.core.aggregation import Average, Combiner
 from furlong.core.payload import Weights
@@ -17,6 +18,7 @@ from furlong.core.weights import BatchNormPolicy, restore
 from furlong.data.augment import Recipe
 from furlong.data.images import ImageSet
 from furlong.nn.encoders import build_encoder
+from furlong.nn.losses import decorrelation
 from furlong.nn.optimisers import LARS
 from furlong.settings import setting
 
@@ -46,6 +48,12 @@ class OptimiserSettings:
         "cosine", "The learning rate over the rounds; inside a round it is constant."
     )
     persist: bool = setting(False, "Keep the moments on the client between rounds.")
+    decorrelation: float = setting(
+        0.0,
+        "The weight β of FedDecorr's term, ‖correlations of the encoder's features‖²/d², which is "
+        "added to any method's loss (Shi et al., ICLR 2023, have 0.1).",
+        at_least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,15 @@ class Batch:
 class Optimiser:
     """A torch optimiser with the round's learning rate; ``step(loss)`` does all three calls."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimiserSettings, lr: float):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        settings: OptimiserSettings,
+        lr: float,
+        features: list[Tensor] | None = None,
+    ):
+        """``features``: where the encoder's outputs since the last step are, for FedDecorr."""
+        self._features, self._decorrelation = features, settings.decorrelation
         trainable = [p for p in parameters if p.requires_grad]
         if settings.name in ("adam", "adamw"):
             kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
@@ -138,6 +154,10 @@ class Optimiser:
     def step(self, loss: Tensor) -> None:
         """Zero, backward, update; the loss is remembered without waiting for the device."""
         self.torch.zero_grad(set_to_none=True)
+        if self._features:
+            terms = torch.stack([decorrelation(h) for h in self._features])
+            loss = loss + self._decorrelation * terms.mean()
+            self._features.clear()
         loss.backward()  # type: ignore[no-untyped-call]
         self.torch.step()
         self._losses.append(loss.detach())
@@ -176,6 +196,7 @@ class Networks:
 
     def __init__(self) -> None:
         self._slots: dict[str, nn.Module] = {}
+        self._hooks: list[RemovableHandle] = []
 
     def get(self, slot: str, build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
         """The module of ``slot``; its weights are whatever was there before."""
@@ -184,6 +205,20 @@ class Networks:
                 module = build().to(device)
             self._slots[slot] = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return self._slots[slot]
+
+    def watch(self, modules: Iterable[nn.Module]) -> list[Tensor]:
+        """A list to which their encoders add what they give for training, B×d_h for each pass."""
+        features: list[Tensor] = []
+
+        def keep(_: nn.Module, __: object, output: Tensor) -> None:
+            if output.requires_grad:
+                features.append(output)
+
+        for hook in self._hooks:  # of the last client
+            hook.remove()
+        parts = [part for m in modules for name, part in m.named_children() if name == "backbone"]
+        self._hooks = [part.register_forward_hook(keep) for part in parts]
+        return features
 
 
 @dataclass
@@ -220,7 +255,9 @@ class Context:
     def optimiser(self, *modules: nn.Module) -> Optimiser:
         """An optimiser over the modules' parameters with this round's learning rate."""
         parameters = [p for module in modules for p in module.parameters()]
-        made = Optimiser(parameters, self.setup.optimiser, self.learning_rate)
+        settings = self.setup.optimiser
+        features = self.networks.watch(modules) if settings.decorrelation else None
+        made = Optimiser(parameters, settings, self.learning_rate, features)
         if len(self.optimisers) < len(self.moments):
             made.set_moments(self.moments[len(self.optimisers)])
         self.optimisers.append(made)

@@ -20,15 +20,18 @@ from furlong.methods.feddc import FedDC
 from furlong.methods.fedema import FedEMA
 from furlong.methods.fedmoco import FedMoCo
 from furlong.methods.fedrot import FedRot
+from furlong.methods.fedsc import FedSC
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.methods.fedsimsiam import FedSimSiam
 from furlong.methods.fedswav import FedSwAV
 from furlong.methods.fedu import FedU
+from furlong.methods.fedu2 import FedU2
 from furlong.methods.fedvicreg import FedVICReg
 from furlong.methods.fedx import FedX
 from furlong.methods.mfcl import MFCL
 from furlong.methods.moon import MOON
 from furlong.methods.orchestra import Orchestra
+from furlong.methods.ssd import SSD
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ METHODS: dict[str, Row] = {
     "fcl": Row(FCL, "contrastive"),
     "fedca": Row(FedCA, "contrastive"),
     "fedx": Row(FedX, "contrastive"),
+    "fedsc": Row(FedSC, "contrastive"),
+    "ssd": Row(SSD, "contrastive"),
     "fedbyol": Row(
         FedU,
         "non-contrastive",
@@ -79,6 +84,7 @@ METHODS: dict[str, Row] = {
     "fedvicreg": Row(FedVICReg, "non-contrastive"),
     "fedu": Row(FedU, "non-contrastive"),
     "fedema": Row(FedEMA, "non-contrastive"),
+    "fedu2": Row(FedU2, "non-contrastive", server={"rule": "eua"}),
     "fedswav": Row(FedSwAV, "clustering"),
     "feddc": Row(FedDC, "clustering"),
     "orchestra": Row(Orchestra, "clustering"),

@@ -1,4 +1,4 @@
-"""BYOL's local training (Grill et al., NeurIPS 2020), shared by FedU and FedEMA.
+"""BYOL's local training (Grill et al., NeurIPS 2020), shared by FedU, FedEMA and FedU².
 
     L = (2 - 2cos(p(g(f(v))), sg[g_ξ(f_ξ(v'))])) + the same with the views swapped
     ξ ← m·ξ + (1 - m)·θ  after every step, over parameters
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import ClassVar, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from furlong.core.context import ClientContext, ServerContext
 from furlong.core.method import USUAL
@@ -45,7 +45,7 @@ class Byol(Predicting, Averaging[Shared, C]):
     """A method that trains BYOL; clients differ in what they start from."""
 
     remedy = f"{NO_NEGATIVES_REMEDY} A lower --method.decay lets the target follow sooner."
-    usual: ClassVar = {**USUAL, "train.batch_size": 64}
+    usual: ClassVar = {**USUAL, "optimiser.lr": 0.001, "train.rounds": 60}  # it learns slowly
     explains: ClassVar = {
         "divergence": "How far local training moved a client's encoder away from where it began.",
     }
@@ -69,13 +69,18 @@ class Byol(Predicting, Averaging[Shared, C]):
             v1, v2 = batch.views()
             with torch.no_grad():
                 t1, t2 = target(v1), target(v2)
-            loss = byol(predictor(online(v1)), t2)
-            if self.symmetric:
-                loss = loss + byol(predictor(online(v2)), t1)
-            optimiser.step(loss)
+            losses = []
+            for view, goal in ((v1, t2), (v2, t1))[: 2 if self.symmetric else 1]:
+                z = online(view)
+                losses.append(byol(predictor(z), goal) + self.regulariser(z))
+            optimiser.step(torch.stack(losses).sum())
             ema_(target, online, self.decay)
         nets = Triple(snapshot(online), snapshot(target), snapshot(predictor))
         return nets, optimiser.metrics()
+
+    def regulariser(self, z: Tensor) -> Tensor | float:  # noqa: ARG002
+        """What comes on top for the online projections z (B×d_z) of one view."""
+        return 0.0
 
     def encoder(self, server: Shared, ctx: ServerContext) -> nn.Module:
         """The backbone of Φ."""

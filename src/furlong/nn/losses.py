@@ -2,7 +2,8 @@
 
 Embeddings need not be normalised: most functions look at directions only, so that scaling a row by
 a positive number changes nothing and gradients are orthogonal to the rows. The others
-(``alignment_loss``, ``barlow_twins``, ``vicreg``) say what they look at.
+(``alignment_loss``, ``barlow_twins``, ``vicreg``, ``spectral_contrast``, ``decorrelation``) say
+what they look at.
 ``swapped_prediction`` gets similarities instead of embeddings.
 """
 
@@ -162,6 +163,63 @@ def vicreg(z1: Tensor, z2: Tensor, invariance: float, variance: float, covarianc
         squares = z.T.cov().square()
         mixing = mixing + (squares.sum() - squares.trace()) / z.shape[1]
     return invariance * F.mse_loss(z1, z2) + variance * spread + covariance * mixing
+
+
+def align_and_spread(z1: Tensor, z2: Tensor, spread: float, sharpness: float = 2.0) -> Tensor:
+    """Alignment and uniformity (Wang & Isola 2020): E‖z₁ − z₂‖² + β·log E exp(−t‖z − z'‖²).
+
+    ``z1``, ``z2``: B×d, of unit length here; the second mean is over pairs of different images in
+    one view, and over both views. ``spread`` is β, ``sharpness`` t.
+    """
+    z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
+    near = (z1 - z2).square().sum(dim=1).mean()
+    if len(z1) < 2:  # there is nobody to keep away from
+        return near
+    far = [(-sharpness * torch.pdist(z).square()).logsumexp(dim=0) for z in (z1, z2)]
+    pairs = len(z1) * (len(z1) - 1) / 2
+    return near + spread * (torch.stack(far).mean() - math.log(pairs))
+
+
+def spectral_contrast(
+    z1: Tensor, z2: Tensor, others: Tensor | None = None, own: float = 1.0
+) -> Tensor:
+    """FedSC's loss (Jing et al. 2024): −2·E[z₁·z₂] + α·‖R‖² + 2(1 − α)·tr(R·R₋).
+
+    ``z1``, ``z2``: B×d, lengths count. R = E[zzᵀ] over both views, d×d; ``others`` is R₋, the mean
+    of the other clients' (``None``: α = 1, the spectral contrastive loss). ``own`` is α.
+    """
+    z = torch.cat([z1, z2])
+    moment = z.T @ z / len(z)
+    near = -2 * (z1 * z2).sum(dim=1).mean()
+    if others is None:
+        return near + moment.square().sum()
+    return near + own * moment.square().sum() + 2 * (1 - own) * (moment * others).sum()
+
+
+def decorrelation(h: Tensor) -> Tensor:
+    """FedDecorr's term (Shi et al., ICLR 2023): ‖C‖²/d², C the d×d correlations of the columns.
+
+    ``h``: B×d; shifting or scaling a column changes nothing. A batch of one image gives 0.
+    """
+    if len(h) < 2:
+        return h.new_zeros(())
+    h = (h - h.mean(0)) / (h.var(0, correction=0) + 1e-5).sqrt()
+    return (h.T @ h / len(h)).square().mean()
+
+
+def distance_from_uniform(z: Tensor, planes: Tensor) -> Tensor:
+    """How far directions are from covering the sphere evenly (Bonet et al., ICLR 2023).
+
+    ``z``: B×d; ``planes``: P×d×2, each with two orthogonal columns. The mean over planes of the
+    squared Wasserstein distance between the angles of the projected rows and all angles; a turn
+    is 1. For sorted angles a: E[a²] − E[a]² + Σ_i (B + 1 − 2i)·a_i/B² + 1/12.
+    """
+    x, y = (F.normalize(z, dim=1) @ planes).unbind(dim=2)  # P×B each
+    angles = (torch.atan2(y, x) / (2 * math.pi) + 0.5).sort(dim=1)[0]
+    count = angles.shape[1]
+    order = torch.arange(count - 1, -count, -2, device=z.device, dtype=z.dtype) / count**2
+    apart = angles.square().mean(dim=1) - angles.mean(dim=1).square() + angles @ order + 1 / 12
+    return apart.mean()
 
 
 def relational(
