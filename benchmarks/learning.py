@@ -33,8 +33,8 @@ from measuring import parse, parser
 
 KEPT = Path(__file__).parent / "learning"
 METHODS = (
-    *("fedsimclr", "ldawa", "fedmoco", "fcl", "fedca", "fedx"),
-    *("fedbyol", "fedsimsiam", "fedbarlow", "fedvicreg", "fedu", "fedema"),
+    *("fedsimclr", "ldawa", "fedmoco", "fcl", "fedca", "fedx", "fedsc", "ssd"),
+    *("fedbyol", "fedsimsiam", "fedbarlow", "fedvicreg", "fedu", "fedema", "fedu2"),
     *("fedswav", "feddc", "orchestra", "fedrot", "fedae", "mfcl"),
 )
 SUPERVISED = ("fedavg", "fedprox", "moon")

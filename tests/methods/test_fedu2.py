@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from by_hand import assert_same, draw, local_context, plain_client, trained, twin
+from by_hand import assert_same, descend, draw, local_context, plain_client, trained, twin
 
-from furlong.core.context import ClientContext, OptimiserSettings
+from furlong.core.context import Batch, ClientContext, OptimiserSettings
 from furlong.core.weights import ema_
-from furlong.nn.losses import byol, decorrelation, distance_from_uniform
+from furlong.nn.losses import byol, decorrelation, distance_from_uniform, nt_xent
 from furlong.seeding import seeded
 
 
@@ -39,6 +40,7 @@ def test_a_client_s_round_by_hand(prepared: Any) -> None:
     options = {"method.uniform": 3.0, "method.planes": 5, "method.decay": 0.5}
     ruled = prepared("fedu2", **options)
     ctx, down = plain_client(ruled, batch_size=8), ruled.server.init().inner
+    down = replace(down, target={name: 0.9 * value for name, value in down.target.items()})
     p = SimpleNamespace(method=ruled.method.inner, setup=ruled.setup)
     local = trained(p, ctx, down)
     online, target = twin(p, ctx, down.encoder), twin(p, ctx, down.target)
@@ -77,14 +79,15 @@ def test_correlated_columns_cost() -> None:
     assert decorrelation(h[:1]) == 0
 
 
-def watched(p: Any, beta: float) -> ClientContext:
-    """Client 0 in one step of plain descent, with the term's weight ``beta``."""
+def watched(p: Any, beta: float, batch_size: int = 24) -> ClientContext:
+    """Client 0 with plain descent, all of its images in a step, and the term's weight ``beta``."""
     plain = OptimiserSettings("sgd", 0.1, 0, 0, "constant", decorrelation=beta)
-    return local_context(p, optimiser=plain, batch_size=24, epochs=1)
+    return local_context(p, optimiser=plain, batch_size=batch_size, epochs=1)
 
 
 @pytest.mark.parametrize("method", ["fedsimclr", "fedbyol"])
 def test_feddecorr_adds_to_any_loss(prepared: Any, method: str) -> None:
+    """In one step; :func:`test_feddecorr_is_of_this_step` has several."""
     p, weight = prepared(method), 50.0
     down = p.server.init()
     key = "weights" if method == "fedsimclr" else "encoder"
@@ -100,6 +103,22 @@ def test_feddecorr_adds_to_any_loss(prepared: Any, method: str) -> None:
     assert added.metrics["loss"] == pytest.approx(expected, rel=1e-3)
     first, second = (getattr(local.upload, key) for local in (plain, added))
     assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_feddecorr_is_of_this_step(prepared: Any) -> None:
+    p = prepared("fedsimclr")
+    ctx, down = watched(p, 50.0, batch_size=12), p.server.init()
+    local = trained(p, ctx, down)
+    net = twin(p, ctx, down.weights)
+
+    def loss_of(batch: Batch) -> torch.Tensor:
+        h = net.backbone(torch.cat(batch.views()))
+        z1, z2 = net.projector(h).chunk(2)
+        return nt_xent(z1, z2, p.method.temperature) + 50 * decorrelation(h)
+
+    with seeded(p.setup.device, "train"):
+        loss = descend(ctx.batches(), loss_of, net)
+    assert local.metrics["loss"] == pytest.approx(loss, rel=1e-3)
 
 
 def test_hooks_of_the_last_client_are_gone(prepared: Any) -> None:
