@@ -339,7 +339,8 @@ def test_export_of_adapters_needs_some(source: str, tmp_path: Path) -> None:
 def test_from_the_command_line(furlong_: Call, source: str) -> None:
     small = (
         "--rounds", 1, "--clients", 2, "--partition", "iid", "--data.images", 40,
-        "--data.test-images", 20, "--data.image-size", 16, "--evaluate.probe", "none", "--method", "fedsimclr",
+        "--data.test-images", 20, "--data.image-size", 16, "--evaluate.probe", "none",
+        "--method", "fedsimclr",
     )  # fmt: skip
     done = furlong_("run", "--init", source, "--model.freeze", "1", *small, "--out", "run")
     assert done.code == 0, done.err
