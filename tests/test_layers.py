@@ -96,6 +96,11 @@ def test_no_pickle(path: Path) -> None:
     )
     assert not {m for m in modules(path) if m.split(".")[0] in banned}
     code = ast.unparse(ast.parse(path.read_text()))
+    if name_of(path) == "runs.initial":  # the one place that reads files of torch, tensors only
+        code, safe = re.subn(
+            r"torch\.load\(path, map_location='cpu', weights_only=True\)", "", code
+        )
+        assert safe == 1
     assert not re.search(r"torch\.(load|save)\b", code)
     assert not re.search(r"allow_pickle\s*=\s*True", code)
     assert not re.search(r"\b(eval|exec)\(", re.sub(r"\.(eval|exec)\(", "", code))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import tiny
 from federations import (
     Direct,
@@ -27,9 +28,11 @@ from federations import (
 from PIL import Image
 
 import furlong
-from furlong.core.payload import unpack
+from furlong.core.payload import pack_tensors, unpack
+from furlong.core.weights import snapshot
 from furlong.deploy.node import Site
 from furlong.errors import FurlongError
+from furlong.nn.encoders import build_encoder
 from furlong.runs import loop
 from furlong.runs.config import from_tree
 
@@ -406,3 +409,82 @@ def test_labels_cannot_be_asked_of_sites(tmp_path: Path, scans: Path) -> None:
 def test_what_a_run_of_sites_must_say(tmp_path: Path, left_out: str) -> None:
     with pytest.raises(FurlongError, match=left_out.split(".")[-1]):
         train(sites(tmp_path, **{left_out: None}), wire=Direct([]))
+
+
+# ---------------------------------------------------------------- fixed weights
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> str:
+    """Weights to start from."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        start = snapshot(build_encoder("small", 3, 16))
+    path = tmp_path / "start.safetensors"
+    path.write_bytes(pack_tensors(start, {}))
+    return str(path)
+
+
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize(
+    "options",
+    [{"model.freeze": 2}, {"model.adapter": "lora:2", "model.adapter_average": "freeze_a"}],
+)
+def test_fixed_weights_reach_every_node_once(
+    tmp_path: Path, begun: str, options: dict[str, Any]
+) -> None:
+    wire = Direct(parts(tmp_path))
+    run = train(flower(tmp_path, "fedu", init=begun, **options), wire=wire)
+    assert weights(run) == in_process(tmp_path, "fedu", init=begun, **options)
+    assert not any(failures(tmp_path))
+    given = [(node, header["slice"]) for node, header, _ in wire.sent if header["kind"] == "given"]
+    assert len(given) == len(set(given)) > 3  # in slices, each once per node
+    assert {node for node, _ in given} == {100, 101, 102}
+    assert not list(tmp_path.glob("node*/runs/*"))  # forgotten with the run
+    assert "init" not in json.dumps(wire.sent[-1][1]["config"])  # a path of the server's machine
+
+
+def test_nothing_is_given_where_nothing_is_fixed(tmp_path: Path, begun: str) -> None:
+    wire = Direct(parts(tmp_path))
+    run = train(flower(tmp_path, init=begun), wire=wire)
+    assert weights(run) == in_process(tmp_path, init=begun)
+    assert "given" not in {header["kind"] for _, header, _ in wire.sent}
+
+
+def test_a_node_that_lost_its_fixed_weights_gets_them_again(tmp_path: Path, begun: str) -> None:
+    wire, options = Direct(parts(tmp_path)), {"init": begun, "model.freeze": "stem"}
+
+    def lose(node: int, header: dict[str, Any]) -> None:
+        if header["kind"] == "work" and header["exchange"]["index"] == 1 and node == 101:
+            for path in (tmp_path / "node1").glob("runs/*/*.safetensors"):
+                if len(path.stem) == 64:
+                    path.unlink()
+            wire.before = lambda *_: None
+
+    wire.before = lose
+    run = train(flower(tmp_path, **options), wire=wire)
+    assert weights(run) == in_process(tmp_path, **options)
+    given = [node for node, header, _ in wire.sent if header["kind"] == "given"]
+    assert sorted(given) == [100, 101, 101, 102]
+
+
+def test_fixed_weights_that_were_changed_on_the_way_are_refused(tmp_path: Path, begun: str) -> None:
+    def changed(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        if header["kind"] == "given" and header["client"] == 1:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        return header, body
+
+    wire = Direct(parts(tmp_path), down=changed)
+    train(flower(tmp_path, rounds=1, init=begun, **{"model.freeze": "stem"}), wire=wire)
+    [[failure]] = failures(tmp_path)
+    assert (failure["client"], failure["kind"]) == (1, "refused")
+    assert "do not match their digest" in failure["reason"]
+
+
+def test_a_run_that_fixes_weights_must_say_which(tmp_path: Path, begun: str) -> None:
+    def silent(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        return {key: value for key, value in header.items() if key != "given"}, body
+
+    wire = Direct(parts(tmp_path), down=silent)
+    with pytest.raises(FurlongError, match="fixes weights of the encoder and does not say which"):
+        train(flower(tmp_path, rounds=1, init=begun, **{"model.freeze": "stem"}), wire=wire)

@@ -13,12 +13,16 @@ import torch
 from furlong.core.context import Batch, ClientContext, Exchange, Networks, Shard
 from furlong.core.exchange import Server, run_client
 from furlong.core.federation import Federation
+from furlong.core.given import plain
 from furlong.core.method import Local
-from furlong.core.payload import flatten, pack, traffic, unpack
+from furlong.core.payload import flatten, pack, pack_tensors, traffic, unpack
+from furlong.core.weights import snapshot
 from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
 from furlong.methods import METHODS
 from furlong.methods.wrappers.alone import Alone
+from furlong.nn.encoders import build_encoder
+from furlong.runs.initial import fixed
 from furlong.runs.prepare import Prepared
 from furlong.runs.record import EVERY_RUN
 
@@ -276,3 +280,50 @@ def test_persisted_optimiser(prepared: Any, finished: Any, name: str) -> None:
     assert finish(p, workers=2) == (server, clients)
     assert server != finished(name)[0]
     assert all(unpack(bytearray(packed)).moments for packed in clients.values())
+
+
+FIXED: dict[str, dict[str, Any]] = {
+    "freeze": {"model.freeze": 1},
+    "adapter": {"model.adapter": "lora:2"},
+    "products": {"model.adapter": "lora:2", "model.adapter_average": "products"},
+}
+
+
+@pytest.fixture(scope="session")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An encoder's weights in a file."""
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        weights = snapshot(build_encoder("small", 3, 16))
+    path = tmp_path_factory.mktemp("begun") / "start.safetensors"
+    path.write_bytes(pack_tensors(weights, {}))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", FIXED)
+@four_methods
+def test_what_is_fixed_stays_and_is_not_sent(
+    prepared: Any, begun: str, name: str, kind: str
+) -> None:
+    # mfcl has a sensor that no file of a plain encoder knows
+    options = {"init": begun, "model.init_mismatch": "allow", "optimiser.lr": 0.003}
+    p = prepared(name, **options, **FIXED[kind])
+    assert p.initial is not None
+    once = finish(p)
+    assert finish(p, workers=2) == once
+    server = unpack(bytearray(once[0]))
+    with torch.random.fork_rng():
+        encoder = p.method.encoder(server, p.server.context(p.server.exchanges()[-1]))
+    held = fixed(p.setup)
+    in_state = {path.rpartition("backbone.")[2] for path in flatten(server)[0]}
+    assert held
+    assert not in_state & set(held)
+    start, after = p.initial.weights, plain(encoder).state_dict()
+    moved = {n for n, tensor in after.items() if not torch.equal(tensor, start[n])}
+    if kind == "freeze":
+        trained = {n for n in after if n.endswith(("weight", "running_mean"))} - held.keys()
+        assert not moved & held.keys()
+        assert trained <= moved
+    else:  # merged adapters: of convolutions, and of nothing else
+        assert moved
+        assert all("conv" in n and n.endswith("weight") for n in moved)

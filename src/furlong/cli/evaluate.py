@@ -13,6 +13,7 @@ from rich.table import Table
 from furlong.cli.common import console, err
 from furlong.cli.options import in_sections, with_settings
 from furlong.runs import evaluate as evaluating
+from furlong.runs.record import UNTRAINED
 
 
 @with_settings(in_sections("data", "evaluate", "run"))
@@ -76,8 +77,8 @@ def _accuracy_table(rows: list[dict[str, Any]]) -> Table:
     Of clients that each have an encoder there is the mean ± deviation only: they may be many, too.
     """
     if any("std" in row for row in rows):
-        rows = [row for row in rows if "std" in row or row["who"] == "random"]
-    people = sorted({row["who"] for row in rows}, key=lambda name: name != "random")
+        rows = [row for row in rows if "std" in row or row["who"] in UNTRAINED]
+    people = sorted({row["who"] for row in rows}, key=lambda name: name not in UNTRAINED)
     table = Table("accuracy %", "labels", *people)
     for column in table.columns[1:]:
         column.justify = "right"

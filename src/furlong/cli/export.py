@@ -27,8 +27,9 @@ def export(
     folder
         The run's folder.
     to
-        safetensors (for ``furlong.load_encoder`` and others), onnx, or timm (a state dict with
-        timm's names, for ResNets).
+        safetensors (for ``furlong.load_encoder`` and others), onnx, timm (a state dict with
+        timm's names, for ResNets), or adapter (the matrices A and B of --model.adapter alone, for
+        PEFT; all others have them merged into the weights).
     out
         The file (default: in RUN/export). The card lies beside it and has .md added to the name.
     pixels

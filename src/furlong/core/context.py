@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from furlong.core.aggregation import Average, Combiner
+from furlong.core.given import Given
 from furlong.core.payload import Weights
 from furlong.core.weights import BatchNormPolicy, restore
 from furlong.data.augment import Recipe
@@ -54,6 +55,12 @@ class OptimiserSettings:
         "added to any method's loss (Shi et al., ICLR 2023, have 0.1).",
         at_least=0,
     )
+    encoder_rate: float = setting(
+        1.0,
+        "What the encoder's learning rate is multiplied by, where it starts from existing weights "
+        "(--init): below 1 it changes more slowly than the new heads.",
+        above=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class Setup:
     seed: int = 0
     server_threads: int = 1  # for what the server computes; part of the result's bits
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    given: Given | None = None  # what the encoder begins with, and what of it is fixed
 
     def steps(self, client: int) -> int:
         """How many batches a client's local epochs have in a round, see ``batches_of``."""
@@ -132,18 +140,19 @@ class Optimiser:
         """``features``: where the encoder's outputs since the last step are, for FedDecorr."""
         self._features, self._decorrelation = features, settings.decorrelation
         trainable = [p for p in parameters if p.requires_grad]
+        groups = _by_rate(trainable, lr, settings.encoder_rate)
         if settings.name in ("adam", "adamw"):
             kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
             self.torch: torch.optim.Optimizer = kind(
-                trainable, lr, weight_decay=settings.weight_decay, fused=True
+                groups, lr, weight_decay=settings.weight_decay, fused=True
             )
         elif settings.name == "lars":
             self.torch = LARS(
-                trainable, lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+                groups, lr, momentum=settings.momentum, weight_decay=settings.weight_decay
             )
         else:
             self.torch = torch.optim.SGD(
-                trainable, lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
+                groups, lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
             )
             # fused SGD wants the momentum of all parameters or of none, and one that is frozen at
             # first gets its gradient later than the others; a momentum of 0 is the same as none
@@ -185,6 +194,15 @@ class Optimiser:
             # fused kernels pair elements by memory offset: a moment needs its parameter's layout
             own = torch.empty_like(parameter) if value.dim() else torch.empty_like(value)
             self.torch.state[parameter][name] = own.copy_(value)
+
+
+def _by_rate(parameters: list[nn.Parameter], lr: float, rate: float) -> list[dict[str, Any]]:
+    """Groups of parameters for an optimiser: what the encoder began with has a rate of its own."""
+    old = [p for p in parameters if rate != 1 and hasattr(p, "begun")]
+    if not old:
+        return [{"params": parameters}]
+    new = [p for p in parameters if not hasattr(p, "begun")]
+    return [{"params": new}, {"params": old, "lr": rate * lr}]
 
 
 class Networks:
@@ -238,8 +256,14 @@ class Context:
         return self.setup.width
 
     def encoder(self) -> nn.Module:
-        """A new encoder as the run's settings say, freshly initialised."""
-        return build_encoder(self.setup.encoder, self.setup.channels, self.setup.image_size)
+        """A new encoder as the run's settings say: freshly initialised, or from given weights.
+
+        What is fixed during the run (frozen stages, weights beside adapters) is in none of its
+        parameters and not in its state dict.
+        """
+        setup = self.setup
+        encoder = build_encoder(setup.encoder, setup.channels, setup.image_size)
+        return encoder if setup.given is None else setup.given.begin(encoder)
 
     def network(self, slot: str, build: Callable[[], nn.Module], weights: Weights) -> nn.Module:
         """A module holding a copy of ``weights``, in training mode.

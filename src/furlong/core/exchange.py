@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
+from furlong.core.aggregation import Average
 from furlong.core.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
 from furlong.core.guard import Guard
 from furlong.core.method import Method, Report
@@ -33,6 +34,7 @@ from furlong.core.payload import (
     traffic,
     unpack,
 )
+from furlong.core.products import merging
 from furlong.core.weights import first_nonfinite
 from furlong.errors import FurlongError, fitting
 from furlong.seeding import seeded, shuffled, threads
@@ -209,6 +211,7 @@ class Server(Generic[S, D, U]):
             public=self.public,
             workspace=self.workspace,
             tell=self.tell,
+            combining=merging(Average, self.setup.given),
         )
 
     @contextmanager

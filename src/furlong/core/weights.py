@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from furlong.core.payload import Weights, flatten, is_buffer, rebuild
+from furlong.nn.fixed import keeps_statistics
 
 P = TypeVar("P")
 BatchNormPolicy = Literal["average", "local", "pooled", "recalibrate"]
@@ -142,7 +143,8 @@ class Mean(Generic[P]):
 @torch.no_grad()
 def recalibrate(module: nn.Module, batches: Any) -> None:
     """Estimate the BatchNorm statistics anew from ``batches`` of inputs (cumulative average)."""
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    every = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [m for m in every if not keeps_statistics(m)]
     flags = [(m, m.training) for m in module.modules()]
     momenta = [m.momentum for m in norms]
     module.eval()

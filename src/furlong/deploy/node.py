@@ -32,6 +32,7 @@ from furlong.engines.codec import How, decode, encode
 from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import can_fork
 from furlong.errors import FurlongError, describe
+from furlong.files import write_atomically
 from furlong.runs.config import Config
 from furlong.runs.datasets import skipped
 from furlong.runs.folder import RunFolder
@@ -39,6 +40,7 @@ from furlong.runs.nodes import Participant, own_size, participate
 from furlong.words import size
 
 _PATH = re.compile(r"'[^'\n]*/[^'\n]*'|\"[^\"\n]*/[^\"\n]*\"|[^\s'\"(]*/[^\s'\")]*")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 Answer = tuple[dict[str, Any], bytes]
 
 
@@ -81,7 +83,13 @@ class Site:
 
     def answer(self, header: Mapping[str, Any], body: bytes = b"") -> Answer:
         """The answer to a question; whatever goes wrong is an answer too."""
-        kinds = {"hello": self._hello, "work": self._work, "fetch": self._fetch, "end": self._end}
+        kinds = {
+            "hello": self._hello,
+            "given": self._take,
+            "work": self._work,
+            "fetch": self._fetch,
+            "end": self._end,
+        }
         try:
             kind = kinds.get(str(header.get("kind")))
             if kind is None:
@@ -143,11 +151,14 @@ class Site:
         if not (0 < seconds < math.inf and at < of and piece):
             raise ValueError("times and sizes")
         self._require_own(header, settings, client)
+        fixed = self._fixed(header, settings)
+        if fixed is not None and not fixed.exists():
+            return {"lacks": True}, b""
         slices = Slices(self._run(header), client, exchange.index)
         whole = slices.collect(body, at, of)
         if whole is None:
             return {"kept": at}, b""
-        party, engine = self._join(header, settings)
+        party, engine = self._join(header, settings, fixed)
         if client not in party.federation.rows:
             raise Refusal(f"client {client} is not one of this run's")
         engine.store = store = StateFiles(self._run(header))
@@ -169,6 +180,22 @@ class Site:
         self.say(f"{turn}: {size(len(packed))} sent")
         kept, count = store.blob(client) is not None, slices.keep(packed, piece)
         return {"slice": 0, "slices": count, "state": kept}, bytes(packed[:piece])
+
+    def _take(self, header: Mapping[str, Any], body: bytes) -> Answer:
+        """A slice of the encoder's tensors that stay fixed during the run."""
+        path = self._fixed(header, self._settings(header))
+        if path is None:
+            raise Refusal("weights that this run has no use for")
+        client, index = _whole(header["client"]), _whole(header["exchange"]["index"])
+        at, of = _whole(header["slice"]), _whole(header["slices"])
+        whole = Slices(self._run(header), client, index).collect(body, at, of)
+        if whole is not None:
+            if hashlib.sha256(whole).hexdigest() != header["given"]:
+                raise Refusal("fixed weights that do not match their digest")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, whole)
+            self.say(f"{size(len(whole))} of fixed weights received, for the whole run")
+        return {"kept": at}, b""
 
     def _fetch(self, header: Mapping[str, Any], _: bytes) -> Answer:
         client, index = _whole(header["client"]), _whole(header["exchange"]["index"])
@@ -206,6 +233,15 @@ class Site:
     def _run(self, header: Mapping[str, Any]) -> Path:
         return self.folder / "runs" / str(header["run"])
 
+    def _fixed(self, header: Mapping[str, Any], settings: Config) -> Path | None:
+        """Where the encoder's tensors are that stay fixed, if the run has any."""
+        if str(settings.model.freeze) == settings.model.adapter == "none":
+            return None
+        digest = str(header.get("given"))
+        if not _DIGEST.fullmatch(digest):
+            raise Refusal("the run fixes weights of the encoder and does not say which")
+        return self._run(header) / f"{digest}.safetensors"
+
     def _images(self, settings: Config) -> ImageSet:
         """The site's own images; what is wrong with them is said here, and not to the server."""
         try:
@@ -223,16 +259,19 @@ class Site:
             if count != known:
                 raise Refusal(f"this site has {count} images now; the run counts {known}")
 
-    def _join(self, header: Mapping[str, Any], settings: Config) -> tuple[Participant, InProcess]:
+    def _join(
+        self, header: Mapping[str, Any], settings: Config, fixed: Path | None = None
+    ) -> tuple[Participant, InProcess]:
         """The run as this site knows it; made once, and again if it changes."""
         me = None if self.own is None else header.get("client")
-        known = [header["run"], header["config"], header.get("sizes"), me]
+        known = [header["run"], header["config"], header.get("sizes"), me, str(fixed)]
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         if self._joined is None or self._joined[0] != digest:
             self.close()
             sizes = {int(k): int(n) for k, n in (header.get("sizes") or {}).items()}
             own = None if self.own is None else self._images(settings)
-            party = participate(settings, own, sizes, int(header.get("client", -1)))
+            given = {} if fixed is None else unpack_tensors(bytearray(fixed.read_bytes()))[0]
+            party = participate(settings, own, sizes, int(header.get("client", -1)), given)
             engine = InProcess(
                 party.method,
                 party.federation,

@@ -6,6 +6,7 @@ their clients' states, and with data = sites who is which client.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+from furlong.core.payload import pack_tensors
 from furlong.deploy.processes import require_flower
 from furlong.engines.remote import DAY, Directory, Remote, Wire, question
 from furlong.errors import FurlongError
@@ -20,6 +22,7 @@ from furlong.runs import checkpoint
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
 from furlong.runs.folder import RunFolder
+from furlong.runs.initial import fixed
 from furlong.runs.nodes import Members, own_size, told
 from furlong.runs.prepare import Prepared
 from furlong.runs.record import Federation
@@ -89,10 +92,12 @@ class Session:
         self._begun = True
         self._save()
         directory = self._wait_for(len(prepared.federation.clients), settings)
+        given = bytes(pack_tensors(tensors, {})) if (tensors := fixed(prepared.setup)) else b""
+        about = {"given": hashlib.sha256(given).hexdigest()} if given else {}
         return Remote(
             directory.wire,
             directory,
-            self._question(settings),
+            {**self._question(settings), **about},
             sizes=lambda: prepared.setup.sizes if self._own_images else None,
             oldest=lambda: checkpoint.oldest(self._folder.path),
             deadline=settings.run.deadline or DAY,
@@ -100,6 +105,7 @@ class Session:
             need=max(1, settings.train.min_clients),
             slice_bytes=settings.flower.slice_mb << 20,
             encoding=settings.flower.encoding,
+            given=given,
         )
 
     # ------------------------------------------------------------ reaching nodes

@@ -4,6 +4,8 @@ The server asks and a node answers, each with a header (JSON) and a body (bytes,
 
 ``hello``   who are you, what do you hold, will you take part? The answer may be a refusal.
 ``work``    one exchange of one client; a large download comes in several slices.
+``given``   a slice of the encoder's tensors that stay fixed during the run and are in no download:
+            a node that lacks them says so when it is asked to work, and gets them once.
 ``fetch``   the next slice of a large answer.
 ``end``     the run is over: forget its state. The encoder comes along.
 
@@ -29,7 +31,7 @@ from furlong.engines.codec import How, decode, encode
 from furlong.errors import FurlongError
 
 RETRY = 10.0  # seconds until a node that failed to answer a greeting is greeted again
-PROTOCOL = 1  # of the messages; raised when they change
+PROTOCOL = 2  # of the messages; raised when they change
 DAY = 86_400.0
 HELD = 1 << 30  # bytes of answers that wait for those of clients before them
 _PAUSES = (0.02, 0.5)  # seconds between two looks for answers, at first and at last
@@ -176,6 +178,7 @@ class Remote(Engine):
     need: int = 1  # nodes to wait for
     slice_bytes: int = 64 << 20
     encoding: How = "exact"
+    given: bytes = b""  # packed tensors that every node needs once; the question has their digest
     last: dict[int, LastAnswer] = field(default_factory=dict)  # by client
 
     def states(self) -> Iterator[tuple[int, Any]]:
@@ -247,7 +250,12 @@ def _conversation(
     }
     refused = partial(Failure, client, "refused")
     for at in range(slices):
-        reply = yield {**about, "slice": at}, pieces.pop(0)
+        reply = yield {**about, "slice": at}, pieces[0]
+        if at == 0 and reply.header.get("lacks") is True:
+            if not (yield from _give(remote)):
+                return refused("an answer that makes no sense")
+            reply = yield {**about, "slice": at}, pieces[0]
+        pieces.pop(0)
         if at + 1 < slices and reply.header.get("kept") != at:
             return refused("an answer that makes no sense")
     answer = bytearray()
@@ -272,6 +280,18 @@ def _conversation(
     # only now: what was lost on the way counts for nobody
     remote.last[client] = LastAnswer(exchange, said.get("state") is True)
     return report
+
+
+def _give(remote: Remote) -> Generator[tuple[dict[str, Any], bytes], Reply, bool]:
+    """Send a node what stays fixed; whether it took all of it."""
+    size = remote.slice_bytes
+    starts = range(0, len(remote.given), size)
+    for at, start in enumerate(starts):
+        about = {"kind": "given", "slice": at, "slices": len(starts)}
+        reply = yield about, remote.given[start : start + size]
+        if reply.header.get("kept") != at:
+            return False
+    return bool(starts)
 
 
 def _failure(client: int, reply: Reply) -> Failure | None:

@@ -203,13 +203,22 @@ class MFCL(Method[Server, None, Model, Upload]):
 
     def sensor(self, ctx: Context) -> Sensor:
         """The autoencoder: images B×C×S×S to logits of the same shape."""
-        return Sensor(ctx.setup.channels, self.representation, self.norm, self.statistics)
+        made = Sensor(ctx.setup.channels, self.representation, self.norm, self.statistics)
+        if ctx.setup.given is not None:
+            made.encoder = ctx.encoder().get_submodule("sensor")
+        return made
 
     def discriminator(self, ctx: Context) -> nn.Module:
         """Representations B×64×S×S to projections B×d_z."""
         _, channels, size, _ = self.shape(ctx.setup)
-        body = trunk(ctx.setup.encoder.split("+")[1], size)
-        projector = head(self.projection_head, out_dim(body, channels, size))
+        if ctx.setup.given is None:
+            whole, body = None, trunk(ctx.setup.encoder.split("+")[1], size)
+        else:
+            whole = ctx.encoder()
+            body = whole.get_submodule("discriminator")
+        projector: nn.Module = head(self.projection_head, out_dim(body, channels, size))
+        if whole is not None and self.probe_input != "backbone":
+            projector = whole.get_submodule("projector")  # it is part of the encoder then
         return chained(discriminator=body, projector=projector)
 
     def init_server(self, ctx: ServerContext) -> Server:

@@ -101,7 +101,7 @@ class Sensor(nn.Module):
         if representation not in get_args(Representation):
             hint = nearest(representation, get_args(Representation))
             raise FurlongError(f"Unknown representation {representation!r}. {hint}")
-        self.encoder = SensorEncoder(channels, representation, norm, statistics)
+        self.encoder: nn.Module = SensorEncoder(channels, representation, norm, statistics)
         self.decoder = SensorDecoder(channels, representation, norm, statistics)
 
     def forward(self, x: Tensor) -> Tensor:

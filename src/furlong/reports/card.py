@@ -17,6 +17,7 @@ from furlong.reports.parts import traffic
 from furlong.reports.rendering import render
 from furlong.reports.tables import by_encoder
 from furlong.runs.cost import sent_by, without_data
+from furlong.runs.initial import HUB
 from furlong.runs.record import RunRecord, Split, Summary
 from furlong.words import percent
 
@@ -40,6 +41,7 @@ def write(
         "digest": hashlib.sha256(data).hexdigest(),
         "method": METHODS.get(about["method"]),
         "settings": run.settings,
+        "initial": _initial(run.settings.get("model", {})),
         "summary": run.finished,
         "split": run.split,
         "labelled": run.split is not None and run.split.class_counts is not None,
@@ -60,6 +62,12 @@ def _rule(server: Mapping[str, Any]) -> str:
     usual = asdict(ServerSettings())
     changed = [f"{k} {v}" for k, v in server.items() if k != "rule" and v != usual.get(k)]
     return str(server.get("rule", "")) + (f" ({', '.join(changed)})" if changed else "")
+
+
+def _initial(model: Mapping[str, Any]) -> str:
+    """Where the weights came from that training started from, without the path; else empty."""
+    source = str(model.get("init") or "")
+    return source if source.startswith(HUB) else Path(source).name
 
 
 def _sizes(split: Split | None) -> str:

@@ -1,4 +1,7 @@
-"""A run's encoder as one file for other programs: safetensors, ONNX, or timm's names.
+"""A run's encoder as one file for other programs: safetensors, ONNX, timm's names, or adapters.
+
+Adapters (``--model.adapter``) are merged into the weights, except with ``--to adapter``: then A and
+B alone are written, as PEFT reads them.
 
 Every file is checked before it takes its place: weights bit for bit, a graph by running it. What is
 written is for passing on, so it says what was trained on without the paths of this machine.
@@ -24,16 +27,18 @@ from furlong.data.augment import preset
 from furlong.errors import FurlongError, nearest
 from furlong.files import replacing, require_free, require_space
 from furlong.nn.encoders import evaluating
+from furlong.nn.lora import A, Rank
 from furlong.reports import card as cards
 from furlong.reports.rendering import render
 from furlong.runs.record import RunRecord
-from furlong.runs.saved_encoder import load_encoder, read_encoder
+from furlong.runs.saved_encoder import load_encoder, read_encoder, read_weights
 
-Target = Literal["safetensors", "onnx", "timm"]
+Target = Literal["safetensors", "onnx", "timm", "adapter"]
 FILES: dict[str, str] = {
     "safetensors": "encoder.safetensors",
     "onnx": "encoder.onnx",
     "timm": "encoder-timm.safetensors",
+    "adapter": "adapter_model.safetensors",  # as PEFT calls it
 }
 OPSET = 18  # the one in which torch's translations are written; runtimes know it since early 2023
 TOLERANCE = 1e-5  # of a feature, or relative to the largest one where that is above 1
@@ -71,7 +76,13 @@ def export(
     require_free(card, force)
     about, weights = read_encoder(run)
     described = describe(about)
-    if to == "onnx":
+    if to == "adapter":
+        weights, settings = _adapter(run)
+        beside = path.with_name("adapter_config.json")
+        require_free(beside, force)
+        data, checked = _safetensors(weights, described, {})
+        _store(beside, json.dumps(settings, indent=1).encode(), force)
+    elif to == "onnx":
         data, checked = _onnx(load_encoder(run), described, pixels)
     else:
         data, checked = _safetensors(weights, described, _timm(about) if to == "timm" else {})
@@ -125,6 +136,25 @@ def _safetensors(
 def _bits(tensor: Tensor) -> Tensor:
     """As bytes, since NaN is not equal to itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _adapter(run: Path) -> tuple[Weights, dict[str, Any]]:
+    """A and B under PEFT's names, and what PEFT's adapter_config.json says of them."""
+    shape = Rank.parse(RunRecord.open(run).config().model.adapter)
+    if shape is None:
+        raise FurlongError(
+            f"{run} was trained without adapters (--model.adapter lora:RANK). Use --to safetensors."
+        )
+    factors, _ = read_weights(run / "adapter.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "r": shape.rank,
+        "lora_alpha": shape.alpha,
+        "target_modules": sorted(name.removesuffix(f".{A}") for name in factors if A in name),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    return {f"base_model.model.{name}": tensor for name, tensor in factors.items()}, settings
 
 
 def _timm(about: dict[str, Any]) -> dict[str, str]:

@@ -19,11 +19,12 @@ from furlong.reports.formats import RANK, column_title
 from furlong.reports.rendering import render
 from furlong.reports.tables import Key, MeasuredRun
 from furlong.runs.folder import write_file
-from furlong.runs.record import Line, damaged
+from furlong.runs.record import UNTRAINED, Line, damaged
 from furlong.words import percent, size
 
 ENCODERS = {
     "random": "random encoder (reference)",
+    "initial": "initial weights, before training (reference)",
     "federated": "federated",
     "pooled": "pooled: all images in one place",
     "alone": "alone: every client by itself, mean ± std",
@@ -121,15 +122,22 @@ def _printed(run: MeasuredRun) -> Iterator[str]:
         yield f"Printed in {beside.source}: {', '.join(numbers)}{note}."
 
 
-def _headline(run: MeasuredRun) -> list[tuple[str, float, float | None]]:
-    """What the run reached, beside the random encoder, per protocol; the linear probe first."""
+def _headline(run: MeasuredRun) -> list[tuple[str, float, str]]:
+    """What the run reached, and the encoder before training, per protocol; the probe first."""
     columns, _ = tables.by_encoder(run.measured)
     who = run.summary.who if run.summary else ""
     found = [column for column in columns if (who, column) in run.scores]
     return [
-        (column_title(column), run.scores[who, column], run.scores.get(("random", column)))
+        (column_title(column), run.scores[who, column], _before(run, column))
         for column in sorted(found, key=lambda column: column != ("linear", 1.0))[:2]
     ]
+
+
+def _before(run: MeasuredRun, column: Key) -> str:
+    """What was measured of the encoder before training, in words."""
+    names = {"random": "random encoder", "initial": "initial weights"}
+    found = [(names[who], run.scores.get((who, column))) for who in UNTRAINED]
+    return next((f"{name} {percent(score)}" for name, score in found if score is not None), "")
 
 
 # ---------------------------------------------------------------- figures

@@ -22,7 +22,7 @@ from furlong.reports import printed
 from furlong.reports.significance import FEWEST, Difference, holm, paired
 from furlong.runs.config import Config, all_facts, is_place
 from furlong.runs.grid import GRID
-from furlong.runs.record import Result, RunRecord
+from furlong.runs.record import UNTRAINED, Result, RunRecord
 from furlong.words import plural
 
 ROW = ("method.name", "run.bound", "run.seed")  # told by a row's name and its seeds
@@ -321,7 +321,7 @@ def _columns(runs: Sequence[MeasuredRun]) -> list[Key]:
     """What was measured of trained or random encoders, in the order of ``PROTOCOLS``."""
     order = {kind: place for place, kind in enumerate(PROTOCOLS)}
     columns = dict.fromkeys(
-        key for run in runs for who, key in run.scores if who in ("random", run.finished.who)
+        key for run in runs for who, key in run.scores if who in (*UNTRAINED, run.finished.who)
     )
     return sorted(columns, key=lambda column: order.get(kind_of(column[0]), len(order)))
 
@@ -415,12 +415,15 @@ def _spread(values: Mapping[int, Sequence[float]]) -> Spread | None:
 
 def _random(runs: Sequence[MeasuredRun], columns: Sequence[Key]) -> Iterator[TableRow]:
     """The encoder before training; a method with an architecture of its own has its own."""
-    apart: dict[str, list[MeasuredRun]] = {}
+    apart: dict[tuple[str, str], list[MeasuredRun]] = {}
     for run in runs:
-        apart.setdefault(str(run.encoder.get("encoder", "")), []).append(run)
-    for architecture, same in apart.items():
-        label = f"random ({architecture})" if len(apart) > 1 else "random encoder"
-        cells, rank = _spreads(same, columns, "random"), _rank(same, "random")
+        who = "initial" if run.settings["model"].get("init") else "random"
+        apart.setdefault((who, str(run.encoder.get("encoder", ""))), []).append(run)
+    for (who, architecture), same in apart.items():
+        alike = sum(other == who for other, _ in apart) == 1
+        label = f"{who} {'encoder' if who == 'random' else 'weights'}"
+        label = label if alike else f"{who} ({architecture})"
+        cells, rank = _spreads(same, columns, who), _rank(same, who)
         if cells or rank is not None:
             settings = same[0].settings
             untrained = {"method": {"name": "random"}, "run": settings["run"] | {"bound": "none"}}

@@ -112,6 +112,35 @@ class ModelSettings:
     early_norm: Literal["bn", "gn", "pn"] = setting(
         "bn", "Normalisation after the first two convolutions."
     )
+    init: str | None = setting(
+        None,
+        "Existing weights to start from: a run folder or an exported file, a file .safetensors, "
+        ".pt or .pth with the names of torchvision, timm, DINOv2 or MAE, or hf:OWNER/NAME.",
+        short="init",
+        told=False,
+        agree=False,
+    )
+    init_mismatch: Literal["error", "allow"] = setting(
+        "error",
+        "What tensors of --init that do not fit the encoder are: an error, or left out.",
+        told=False,
+        agree=False,
+    )
+    freeze: int | str = setting(
+        "none",
+        "What of the encoder stays as --init gives it and is not sent: none, stem, a number of "
+        "stages or blocks after the stem, or all.",
+    )
+    adapter: str = setting(
+        "none",
+        "none, or lora:RANK (lora:RANK:ALPHA): the encoder stays as --init gives it, and only "
+        "low-rank matrices A and B beside its layers are trained and sent.",
+    )
+    adapter_average: Literal["factors", "products", "freeze_a"] = setting(
+        "factors",
+        "What the server merges: A and B each by itself; their products, factored again (exact up "
+        "to the rank); or B alone with A fixed by the seed (exact).",
+    )
 
 
 @dataclass(frozen=True)

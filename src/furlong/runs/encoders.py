@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 import furlong
 from furlong.core.context import Exchange
+from furlong.core.given import plain
+from furlong.core.payload import Weights
 from furlong.core.weights import recalibrate
 from furlong.methods.wrappers.alone import Alone
+from furlong.nn.lora import A, B
 from furlong.runs.config import Config
 from furlong.runs.prepare import Prepared
 from furlong.seeding import seeded, shuffled, threads
@@ -22,16 +25,31 @@ def who(settings: Config) -> str:
     return {"none": "federated", "single": "alone", "pooled": "pooled"}[settings.run.bound]
 
 
+def untrained(settings: Config) -> str:
+    """What the encoder before training is called in results."""
+    return "random" if settings.model.init is None else "initial"
+
+
 def encoders(prepared: Prepared, state: Any) -> dict[str, nn.Module]:
-    """Whose encoder -> encoder, ready for evaluation."""
-    return _made(prepared, lambda method, own, ctx: method.encoder(own, ctx), state)
+    """Whose encoder -> encoder, ready for evaluation: a plain network, adapters merged."""
+    made = _made(prepared, lambda method, own, ctx: method.encoder(own, ctx), state)
+    return {name: plain(module) for name, module in made.items()}
+
+
+def adapter(prepared: Prepared, state: Any) -> Weights:
+    """The adapters of the (first) encoder, A and B by the names that PEFT gives them."""
+    made = _made(prepared, lambda method, own, ctx: method.encoder(own, ctx), state)
+    first = next(iter(made.values()))
+    every = (*first.named_parameters(), *first.named_buffers())  # a fixed A is a buffer
+    return {name: tensor.detach().cpu() for name, tensor in every if name.endswith((A, B))}
 
 
 def classifiers(prepared: Prepared, state: Any) -> dict[str, nn.Module]:
     """Whose classifier -> classifier, of a method that learns from labels."""
     if not prepared.method.needs_labels:
         return {}
-    return _made(prepared, lambda method, own, ctx: method.classifier(own, ctx), state)
+    made = _made(prepared, lambda method, own, ctx: method.classifier(own, ctx), state)
+    return {name: plain(module) for name, module in made.items()}
 
 
 def _made(

@@ -29,7 +29,7 @@ from furlong.runs import checkpoint, config
 from furlong.runs.config import Config, DataSettings
 from furlong.runs.datasets import HELD_OUT, absolute, grouping, load_data
 from furlong.runs.encoders import about as described
-from furlong.runs.encoders import encoders, who
+from furlong.runs.encoders import encoders, untrained, who
 from furlong.runs.finetune import ClientImages, Federated
 from furlong.runs.folder import RunFolder
 from furlong.runs.prepare import prepare, workers
@@ -52,6 +52,7 @@ class Subject:
     random: nn.Module  # of an exported file: any random one
     about: dict[str, Any]  # encoder, channels, image_size, augment
     mean: str | None = None  # of several encoders: what the mean of their rows is called
+    before: str = "random"  # what the encoder before training is called
 
 
 def settings_of(place: Path, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -82,7 +83,7 @@ def subject(place: Path, settings: Config, say: Say) -> Subject:
     else:
         found = _from_checkpoint(folder, own, about, say)
     folder.load_weights("random", found.random)
-    return found
+    return replace(found, before=untrained(own))
 
 
 def _fresh(about: dict[str, Any], seed: int) -> nn.Module:
@@ -93,7 +94,8 @@ def _fresh(about: dict[str, Any], seed: int) -> nn.Module:
 def _from_checkpoint(folder: RunFolder, own: Config, about: dict[str, Any], say: Say) -> Subject:
     """Of a run that goes on, or whose clients each have an encoder, of which it keeps but one."""
     saved = checkpoint.load(folder.path)
-    prepared = prepare(own, training=False) if saved is not None else None
+    begun = folder.path / "random.safetensors"
+    prepared = prepare(own, training=False, saved=begun) if saved is not None else None
     total = 0 if prepared is None else len(prepared.server.exchanges())
     if about and (saved is None or saved.done < total):
         say(
@@ -141,7 +143,7 @@ class Bench:
         self.images = self._load(split)
         self.whose = {
             name: encoder.to(self.device)
-            for name, encoder in {"random": measured.random, **measured.encoders}.items()
+            for name, encoder in {measured.before: measured.random, **measured.encoders}.items()
         }
         self._encoded = {name: Encoded(each, self.images) for name, each in self.whose.items()}
 
@@ -260,9 +262,9 @@ def evaluate(
         for text, protocol in asked.items():
             names = list(measured.encoders)
             if protocol.with_random:
-                names = ["random", *names]
+                names = [measured.before, *names]
             elif random:
-                names = [*names, "random"]
+                names = [*names, measured.before]
             rows = [_row(text, protocol, bench, name, images[text], tell) for name in names]
             if measured.mean is not None:
                 each = [row for row in rows if row["who"] in measured.encoders]

@@ -27,7 +27,7 @@ from furlong.nn.encoders import build_encoder
 from furlong.runs import checkpoint, config, observers
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
-from furlong.runs.encoders import about, classifiers, encoders, who
+from furlong.runs.encoders import about, adapter, classifiers, encoders, untrained, who
 from furlong.runs.folder import RunFolder
 from furlong.runs.nodes import Members
 from furlong.runs.observers import NOTHING_DONE, Event, Observer, Status
@@ -93,6 +93,8 @@ def run(
             folder.discard()
             raise
         folder.write("partition.json", describe_partition(prepared.train, prepared.split))
+        if prepared.initial is not None:
+            folder.write("initial.json", prepared.initial.about())
         folder.write("config.toml", prepared.config.toml())
         return _train(prepared, folder, None, show, say, session)
 
@@ -129,7 +131,11 @@ def resume(
         for left in path.glob(f"{SPILL}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         with _session(settings, folder, say, engine) as session:
-            prepared = prepare(settings, members=None if session is None else session.members())
+            prepared = prepare(
+                settings,
+                members=None if session is None else session.members(),
+                saved=path / "random.safetensors",
+            )
             split = describe_partition(prepared.train, prepared.split)
             began = folder.record.split
             same = began is not None and began.fingerprint == split["fingerprint"]
@@ -188,7 +194,9 @@ def _train(
         weights = snapshot(next(iter(learnt.values())))
         engine.finish(pack_tensors(weights, {"about": json.dumps(about(prepared))}))
     summary = _summary(prepared, totals, state)
-    summary |= _measured(prepared, {"random": random, **learnt}, state)
+    summary |= _measured(prepared, {untrained(prepared.config): random, **learnt}, state)
+    if prepared.config.model.adapter != "none":
+        folder.save_weights("adapter", adapter(prepared, state))
     folder.save_encoder(weights, about(prepared))
     folder.write("summary.json", summary)
     if server.folder is not None:  # what clients sent, of use only to a run that goes on

@@ -10,6 +10,7 @@ import torch
 from furlong.core.context import Setup
 from furlong.core.federation import Federation
 from furlong.core.method import AnyMethod
+from furlong.core.payload import Weights
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition
 from furlong.errors import FurlongError
@@ -77,11 +78,16 @@ class Participant:
 
 
 def participate(
-    settings: Config, own: ImageSet | None, sizes: dict[int, int], me: int = -1
+    settings: Config,
+    own: ImageSet | None,
+    sizes: dict[int, int],
+    me: int = -1,
+    fixed: Weights | None = None,
 ) -> Participant:
     """A client's view: of ``own`` images, or of the part that the run's partition gives it.
 
     ``sizes``: of all clients, if they bring their own images; ``me`` is this one's number.
+    ``fixed``: the encoder's tensors that no exchange carries; without them only sizes are right.
     """
     if own is None:
         train = load_data(settings)[0]
@@ -89,5 +95,5 @@ def participate(
     else:
         train, split = own, Members(sizes, own.channels).split(me)
     method, federation = parties(settings, train, split)
-    setup = setup_of(settings, method, federation)
+    setup = setup_of(settings, method, federation, fixed)
     return Participant(method, federation, setup, fingerprint(train, split))

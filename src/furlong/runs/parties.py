@@ -11,7 +11,9 @@ from torch import nn
 from furlong.core.context import Setup
 from furlong.core.exchange import cohort_size
 from furlong.core.federation import Federation
+from furlong.core.given import Given
 from furlong.core.method import AnyMethod
+from furlong.core.payload import Weights
 from furlong.data.augment import preset
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition
@@ -48,8 +50,13 @@ def ruled(method: AnyMethod, settings: Config, clients: int) -> AnyMethod:
     return Ruled(method, settings.server)
 
 
-def setup_of(settings: Config, method: AnyMethod, federation: Federation) -> Setup:
-    """What every party knows, alike at the server and at a client."""
+def setup_of(
+    settings: Config, method: AnyMethod, federation: Federation, weights: Weights | None = None
+) -> Setup:
+    """What every party knows, alike at the server and at a client.
+
+    ``weights``: those of the encoder that are fixed, where they are there already.
+    """
     images, train = federation.images, settings.train
     height = images.size[0]
     architecture = _architecture(settings, method)
@@ -71,7 +78,28 @@ def setup_of(settings: Config, method: AnyMethod, federation: Federation) -> Set
         seed=settings.run.seed,
         device=pick_device(settings.run.device),
         server_threads=train.server_threads,
+        given=_given(settings, encoder, weights or {}),
     )
+
+
+def _given(settings: Config, encoder: nn.Module, weights: Weights) -> Given | None:
+    """What of the encoder is fixed, if anything is, by ``weights`` as far as these are known."""
+    model = settings.model
+    given = Given(
+        weights, str(model.freeze), model.adapter, model.adapter_average, settings.run.seed
+    )
+    fixed = given.fixed(encoder)
+    if not fixed:
+        return None
+    if weights and weights.keys() != set(fixed):
+        raise FurlongError("the fixed weights are not those of the encoder that the run names.")
+    given.begin(encoder)  # find out now whether these fit
+    if model.adapter != "none" and not any(True for _ in encoder.parameters()):
+        raise FurlongError(
+            f"model.adapter = {model.adapter} leaves nothing of the encoder {model.encoder} to "
+            f"train with model.freeze = {model.freeze}. Give a smaller rank, or freeze less."
+        )
+    return given
 
 
 def augmentation(settings: Config, method: AnyMethod) -> str:

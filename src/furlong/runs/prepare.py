@@ -20,6 +20,7 @@ from furlong.engines.pool import default_workers
 from furlong.errors import FurlongError
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES, absolute, load_data, load_public
+from furlong.runs.initial import Initial, begun, located
 from furlong.runs.nodes import Members, own_size
 from furlong.runs.parties import augmentation, parties, setup_of
 from furlong.runs.split import split_data
@@ -39,6 +40,7 @@ class Prepared:
     federation: Federation
     server: AnyServer
     notes: list[str]
+    initial: Initial | None = None  # the weights that the encoder starts from, if it has any
 
     @property
     def setup(self) -> Setup:
@@ -80,10 +82,17 @@ def workers(settings: Config, device: torch.device) -> int:
     return settings.run.workers or default_workers(device)
 
 
-def prepare(settings: Config, *, training: bool = True, members: Members | None = None) -> Prepared:
+def prepare(
+    settings: Config,
+    *,
+    training: bool = True,
+    members: Members | None = None,
+    saved: Path | None = None,
+) -> Prepared:
     """Read the data, split it, build the method; without public images if nothing is trained.
 
-    ``members``: of a run whose nodes bring their own images (``data = sites``).
+    ``members``: of a run whose nodes bring their own images (``data = sites``). ``saved``: the
+    encoder before training of a run that goes on, which is then what ``--init`` gave.
     """
     if members is None:
         train, test, notes = load_data(settings)
@@ -102,7 +111,8 @@ def prepare(settings: Config, *, training: bool = True, members: Members | None 
             "figures (shapes) take their place. Give --public NAME, e.g. stl10 or folder:PATH, for "
             "images like the clients'"
         )
-    setup = setup_of(settings, method, federation)
+    setup, initial = begun(settings, setup_of(settings, method, federation), saved)
+    notes += [] if initial is None else initial.table()
     server = Server(
         method,
         setup,
@@ -114,12 +124,12 @@ def prepare(settings: Config, *, training: bool = True, members: Members | None 
     )
     notes += _notes(settings, method, setup, training)
     settings = resolved(settings, method, len(split.indices))
-    return Prepared(settings, method, train, test, split, federation, server, notes)
+    return Prepared(settings, method, train, test, split, federation, server, notes, initial)
 
 
 def resolved(settings: Config, method: AnyMethod, clients: int | None) -> Config:
     """The settings as a run writes them down: nothing is left open."""
-    data = settings.data
+    data, model = settings.data, settings.model
     return replace(
         settings,
         data=replace(
@@ -129,6 +139,7 @@ def resolved(settings: Config, method: AnyMethod, clients: int | None) -> Config
             augment=augmentation(settings, method),
             clients=clients,
         ),
+        model=replace(model, init=model.init and located(model.init)),
     )
 
 

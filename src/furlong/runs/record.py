@@ -33,6 +33,10 @@ EVERY_RUN = ("exchange", "round", "loss", "knn", "seconds", "images_per_second",
 """What a line of metrics.jsonl has whatever the method is."""
 
 
+UNTRAINED = ("random", "initial")
+"""What results call the encoder before training: random weights, or those that --init gave."""
+
+
 @dataclass(frozen=True)
 class Result:
     """One accuracy of summary.json or evaluations.json."""

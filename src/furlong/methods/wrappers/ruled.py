@@ -14,6 +14,7 @@ from furlong.core.aggregation import Ruling, ServerSettings
 from furlong.core.context import ServerContext
 from furlong.core.method import Report
 from furlong.core.payload import Weights, payload
+from furlong.core.products import merging
 from furlong.methods.wrappers import Wrapping
 
 
@@ -50,7 +51,8 @@ class Ruled(Wrapping[State]):
             ctx.tell(f"round {ctx.exchange.round + 1}: {text}")
 
         ruling = Ruling(self.rule, server.moments, ctx.exchange.kind, tell)
-        state = self.inner.aggregate(server.inner, reports, replace(ctx, combining=ruling))
+        combining = merging(ruling, ctx.setup.given)
+        state = self.inner.aggregate(server.inner, reports, replace(ctx, combining=combining))
         return State(state, ruling.moments())
 
     def outline(self, server: State | None, cohort: list[int], ctx: ServerContext) -> State:
