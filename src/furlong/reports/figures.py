@@ -168,6 +168,21 @@ def compared(
     return figure
 
 
+def shares(
+    series: Mapping[str, Sequence[Points]], slots: Mapping[str, int] | None = None
+) -> Figure:
+    """Accuracy over the share of the labels on a log scale: as :func:`compared`, not by round."""
+    figure = compared(series, "test accuracy", slots=slots, unit="%")
+    axes = figure.axes[0]
+    axes.set_xlabel("labels used")
+    axes.set_xscale("log")
+    ticks = sorted({x for runs in series.values() for points in runs for x, _ in points})
+    axes.set_xticks(ticks)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(_FORMATS["%"])
+    return figure
+
+
 def versus(
     points: Sequence[tuple[str, float, float, float | None]],
     xlabel: str,

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from furlong.methods import METHODS
-from furlong.reports import figures, parts, tables
+from furlong.reports import figures, measures, parts, tables
+from furlong.reports.columns import Key, column_title, kind_of
 from furlong.reports.figures import Drawing
-from furlong.reports.formats import RANK, column_title
+from furlong.reports.formats import RANK, voters
 from furlong.reports.rendering import render
-from furlong.reports.tables import Key, MeasuredRun
+from furlong.reports.tables import MeasuredRun
+from furlong.runs.config import WITHOUT
 from furlong.runs.folder import write_file
 from furlong.runs.record import Line, damaged
 from furlong.words import percent, size
@@ -51,8 +53,10 @@ def build(run: Path, drawings: Path | None = None) -> Path:
         "quoted_config": shlex.quote(str(run / "config.toml")),
         "done": lines[-1].round + 1 if lines else 0,
         "rounds_seen": len({line.round for line in lines}),
-        "bound": BOUNDS.get(record.bound),
+        "bound": _bound(record.bound),
         "results": list(_results(record)),
+        "beside": measures.of_run(record.measured),
+        "few_labels": list(_few_labels(record)),
         "headline": _headline(record),
         "printed": list(_printed(record)),
         "curves": [*_curves(record, lines), *_plane(record)],
@@ -61,14 +65,21 @@ def build(run: Path, drawings: Path | None = None) -> Path:
         "trouble": parts.trouble(record.method, lines),
         "split": list(parts.split_drawings(record.split)),
         "method": METHODS.get(record.method),
-        "traffic": parts.traffic(lines) if record.bound == "none" else None,
+        "traffic": parts.traffic(lines) if record.sends else None,
         "failures": parts.failures(lines),
     }
     write_file(run / "report.html", render("report.html.jinja", contents).encode())
     if drawings is not None:
-        drawn = (contents[name] for name in ("curves", "reasons", "split"))
+        drawn = (contents[name] for name in ("few_labels", "curves", "reasons", "split"))
         figures.save_all(chain.from_iterable(drawn), drawings)
     return run / "report.html"
+
+
+def _bound(bound: str) -> str | None:
+    """What was bounded, in words; ``None`` for a federation."""
+    if bound.startswith(WITHOUT):
+        return f"the federation of all but the site {bound.removeprefix(WITHOUT)}"
+    return BOUNDS.get(bound)
 
 
 # ---------------------------------------------------------------- numbers
@@ -80,7 +91,7 @@ def _results(run: MeasuredRun) -> Iterator[dict[str, Any]]:
     What the clients tuned themselves is a table of its own.
     """
     for federated in (False, True):
-        kinds = [(tables.kind_of(row.protocol) == "federated", row) for row in run.measured]
+        kinds = [(kind_of(row.protocol) == "federated", row) for row in run.measured]
         columns, table = tables.by_encoder(row for tuned, row in kinds if tuned == federated)
         ranks = {} if federated else run.ranks
         people = dict.fromkeys([*table, *ranks])
@@ -92,13 +103,13 @@ def _results(run: MeasuredRun) -> Iterator[dict[str, Any]]:
                 "ranks": ranks,
                 "rows": [row for row in named if not row[1].endswith(" alone")],
                 "alone": [row for row in named if row[1].endswith(" alone")],
-                "notes": [*_how(columns, table), *([RANK] if ranks else [])],
+                "notes": [*_how(columns, table, run), *([RANK] if ranks else [])],
             }
 
 
-def _how(columns: Sequence[Key], people: Iterable[str]) -> Iterator[str]:
+def _how(columns: Sequence[Key], people: Iterable[str], run: MeasuredRun) -> Iterator[str]:
     """What was done to the encoder for the columns of a table."""
-    every = [(tables.kind_of(column[0]), column_title(column)) for column in columns]
+    every = [(kind_of(column[0]), column_title(column)) for column in columns]
     for kinds, words in (
         (FROZEN, "the encoder is frozen, a classifier works on what it gives."),
         (TUNED, "the encoder itself is trained further, with labels."),
@@ -106,6 +117,13 @@ def _how(columns: Sequence[Key], people: Iterable[str]) -> Iterator[str]:
         if names := "; ".join(title for kind, title in every if kind in kinds):
             capital = names if names.startswith("kNN") else names[:1].upper() + names[1:]
             yield f"{capital}: {words}"
+    if ("knn", 1.0) in columns:
+        yield voters(run.settings["evaluate"]["k"])
+    if left := [column_title(column) for column in columns if " on site " in column[0]]:
+        yield (
+            f"{'; '.join(left)}: on the test images of the site that took no part; the labels of "
+            "the others, without that site's."
+        )
     if any(kind == "classifier" for kind, _ in every):
         yield "own classifier: of the method, which learnt from labels during the run."
     if any(", exchange " in who for who in people):
@@ -133,6 +151,22 @@ def _headline(run: MeasuredRun) -> list[tuple[str, float, float | None]]:
 
 
 # ---------------------------------------------------------------- figures
+
+
+def _few_labels(run: MeasuredRun) -> Iterator[Drawing]:
+    """The linear probe over the share of the labels, if it was measured with few."""
+    named = {who: ENCODERS.get(who, who).split(":")[0].split(" (")[0] for who in _people(run)}
+    lines = {
+        name: [sorted(parts.over_labels(run.measured, who).items())] for who, name in named.items()
+    }
+    lines = {name: points for name, points in lines.items() if len(points[0]) > 1}
+    if lines:
+        yield parts.few_labels(lines)
+
+
+def _people(run: MeasuredRun) -> list[str]:
+    """Whose encoders a figure shows: the random one, and what the run trained."""
+    return ["random", *([run.summary.who] if run.summary else [])]
 
 
 def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
@@ -165,7 +199,7 @@ def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
             f"first {first[2]:.1f}°, at last {last[2]:.1f}°.",
             "angles",
         )
-    if run.bound == "none" and lines:
+    if run.sends and lines:
         sent = {way: _sum_up(lines, f"bytes_{way}") for way in ("up", "down")}
         sums = ", ".join(f"{size(points[-1][1])} {way}" for way, points in sent.items())
         yield Drawing(

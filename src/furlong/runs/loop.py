@@ -32,9 +32,9 @@ from furlong.runs.folder import RunFolder
 from furlong.runs.nodes import Members
 from furlong.runs.observers import NOTHING_DONE, Event, Observer, Status
 from furlong.runs.prepare import Prepared, prepare
-from furlong.runs.results import at_the_end, final_rows, quality_rows
+from furlong.runs.results import at_the_end, final_rows, on_site, quality_rows
 from furlong.runs.saved_encoder import load_encoder
-from furlong.runs.split import describe_partition
+from furlong.runs.split import describe_partition, site_names
 from furlong.seeding import threads
 
 Show = Callable[[Status], None]
@@ -178,7 +178,7 @@ def _train(
         observe = _observers(prepared, folder, random, engine, board, show, say)
         total = len(server.exchanges())
         for result in server.run(engine, state, done):
-            if prepared.config.run.bound != "none":  # a bound sends nothing to anybody
+            if not config.sends(prepared.config.run.bound):
                 result = replace(result, up=Traffic(), down=Traffic())
             event = Event.after(result, totals, total)
             for observer in observe:
@@ -230,6 +230,19 @@ def _images(prepared: Prepared) -> Images:
     return Images(prepared.train, prepared.test, setup.augment, setup.seed)
 
 
+def _unseen(prepared: Prepared) -> Images | None:
+    """The test images of the site that is left out, beside the training images of the others."""
+    client, test, images = prepared.left_out, prepared.test, _images(prepared)
+    names = site_names(prepared.train, prepared.split)
+    if client is None or names is None or test is None or test.groups is None:
+        return None
+    own = [test.group_names[group] == names[client] for group in test.groups.tolist()]
+    others = torch.cat([prepared.federation.rows[k] for k in prepared.federation.clients])
+    theirs = prepared.train.subset(others.sort()[0])
+    here = replace(test.subset(torch.tensor(own).nonzero()[:, 0]), name=f"site {names[client]}")
+    return replace(images, train=theirs, test=here) if len(here) else None
+
+
 def _measured(
     prepared: Prepared, found: Mapping[str, nn.Module], state: Any
 ) -> dict[str, list[dict[str, Any]]]:
@@ -242,8 +255,12 @@ def _measured(
     labelled, here = images.has_labels, len(images.train) > 0
     with threads(prepared.workers):
         settings = prepared.config.evaluate
+        rows = final_rows(settings, images, whose, own) if labelled else []
+        if (elsewhere := _unseen(prepared)) is not None:
+            few = replace(settings, also="")
+            rows += on_site(final_rows(few, elsewhere, whose, own), elsewhere)
         return {
-            "results": final_rows(settings, images, whose, own) if labelled else [],
+            "results": rows,
             "quality": quality_rows(images, whose) if here else [],
         }
 

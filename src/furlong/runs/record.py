@@ -44,6 +44,12 @@ class Result:
     std: float | None = None  # over the clients, of a mean over them
     data: str | None = None  # the images that it was measured on
     settings: dict[str, Any] = field(default_factory=dict)
+    balanced_accuracy: float | None = None
+    auroc: float | None = None
+    average_precision: float | None = None
+    intervals: dict[str, list[float]] = field(default_factory=dict)  # by measure
+    resampled: dict[str, Any] = field(default_factory=dict)  # what, units, resamples
+    sites: dict[str, dict[str, float]] = field(default_factory=dict)  # measures by site
 
 
 @dataclass(frozen=True)
@@ -221,6 +227,11 @@ class RunRecord:
     def bound(self) -> str:
         """``none`` for a federation."""
         return str(self.settings["run"].get("bound", "none"))
+
+    @property
+    def sends(self) -> bool:
+        """Whether clients sent anything."""
+        return config.sends(self.bound)
 
     @property
     def name(self) -> str:
