@@ -186,8 +186,8 @@ def test_few_labels_are_those_of_fine_tuning() -> None:
 
 @pytest.mark.parametrize(
     ("count", "classes", "k"),
-    [(540, 2, 54), (50_000, 10, 200), (50_000, 100, 200), (2000, 10, 200), (500, 100, 5), (3, 2, 1)],
-)  # fmt: skip
+    [(540, 2, 54), (50_000, 100, 200), (2000, 10, 200), (500, 100, 5), (3, 2, 1)],
+)
 def test_k_follows_images_and_classes(count: int, classes: int, k: int) -> None:
     assert neighbours(count, classes) == k
 

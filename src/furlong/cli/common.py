@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -79,12 +80,12 @@ def print_sheets(sheets: Iterable[Sheet]) -> None:
             column.overflow = "fold"
             if name not in ("encoder", "method", "measured by"):
                 column.justify = "right"  # and whole: half a number would be a wrong one
-                column.min_width = max(
-                    len(part) for row in lines for part in row[number].split("\n")
-                )
+                parts = [part for row in lines for part in row[number].split("\n")]
+                column.min_width = max(map(len, parts))
         for row in lines:
             table.add_row(*map(Text, row))
-        console.print(table)
+        least = Measurement.get(console, console.options, table).minimum
+        console.print(table, width=max(console.width, least), crop=False)
         for text in sheet.notes:
             console.print(text, markup=False)
         console.print()

@@ -88,8 +88,8 @@ def _intervals(rows: Iterable[Result]) -> Iterator[str]:
     """What the brackets mean."""
     drawn: dict[str, set[tuple[int, int]]] = {}
     for about in (row.resampled for row in rows if row.intervals):
-        counts = int(about.get("units", 0)), int(about.get("resamples", 0))
-        drawn.setdefault(str(about.get("what")), set()).add(counts)
+        pair = int(about.get("units", 0)), int(about.get("resamples", 0))
+        drawn.setdefault(str(about.get("what")), set()).add(pair)
     for what, counts in drawn.items():
         units = " or ".join(f"{n:,}" for n in sorted({n for n, _ in counts}, reverse=True))
         yield (
