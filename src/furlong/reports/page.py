@@ -7,7 +7,7 @@ be made too.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,29 @@ BOUNDS = {
     "pooled": "all images were put in one place",
 }
 BOLD = "The bold line is the clients' mean, weighted by their numbers of images."
+PLANES = {  # file -> how the map was made, and how to read it
+    "tsne.json": (
+        "by t-SNE (perplexity 30, from the PCA).",
+        "Near points are alike to the encoder; sizes of groups and distances between them mean "
+        "little.",
+    ),
+    "map.json": (
+        "by their two principal components.",
+        "Far points are unlike to the encoder; near ones may differ in what the plane does not "
+        "show. furlong report --tsne makes a map in which near points are alike.",
+    ),
+}
 FROZEN = ("knn", "linear", "linear-crops")
 TUNED = ("semi", "federated", "transfer")
 
 
-def build(run: Path, drawings: Path | None = None) -> Path:
+def build(
+    run: Path, drawings: Path | None = None, pictures: Mapping[str, Any] | None = None
+) -> Path:
     """Write ``run``/report.html; the same files give the same bytes.
 
-    ``drawings``: a folder for the figures as .svg and .png files.
+    ``drawings``: a folder for the figures as .svg and .png files; ``pictures``: what
+    :func:`furlong.reports.pictures.pictures` gives, only for whoever asked for it.
     """
     record = MeasuredRun.open(run)
     lines = record.lines()
@@ -67,6 +82,7 @@ def build(run: Path, drawings: Path | None = None) -> Path:
         "method": METHODS.get(record.method),
         "traffic": parts.traffic(lines) if record.sends else None,
         "failures": parts.failures(lines),
+        "pictures": pictures,
     }
     write_file(run / "report.html", render("report.html.jinja", contents).encode())
     if drawings is not None:
@@ -254,24 +270,23 @@ def _ends(points: Sequence[tuple[int, float]]) -> str:
 
 
 def _plane(run: MeasuredRun) -> Iterator[Drawing]:
-    """The representations in the plane, if ``furlong report --tsne`` has made them."""
+    """The representations in the plane: as the run left them, or by ``furlong report --tsne``."""
     kept = run.plane
     if kept is None:
         return
+    sites = (run.split.names if run.split else None) or []
     try:
-        figure = figures.plane(kept.points, kept.labels, kept.clients, kept.classes)
+        figure = figures.plane(kept.points, kept.labels, kept.clients, kept.classes, sites)
     except (TypeError, ValueError, IndexError):
-        raise damaged(
-            run.path / "tsne.json", "move it away, or make it again with --tsne"
-        ) from None
+        raise damaged(run.path / kept.file, "move it away, or make a map with --tsne") from None
     coloured = "client" if kept.labels is None else "class, marks tell the client that holds it"
     whose = " (the first client's encoder)" if run.bound == "single" else ""
+    how = PLANES[kept.file]
     yield Drawing(
         figure,
-        f"Representations of {len(kept.points):,} training images{whose} in the plane, by t-SNE "
-        f"(perplexity 30, from the PCA). Colours tell the {coloured}. Near points are alike to the "
-        "encoder; sizes of groups and distances between them mean little.",
-        "tsne",
+        f"Representations of {len(kept.points):,} training images{whose} in the plane, {how[0]} "
+        f"Colours tell the {coloured}. {how[1]}",
+        Path(kept.file).stem,
     )
 
 

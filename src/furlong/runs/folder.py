@@ -2,8 +2,9 @@
 
 config.toml · partition.json · random.safetensors (the encoder before training) · metrics.jsonl (a
 line per exchange) · checkpoints/ · server/ (while it runs) · tensorboard/ · summary.json ·
-encoder.safetensors + encoder.json · evaluations.json (what ``furlong evaluate`` measured) ·
-report.html · federation.json, nodes/, flower.log (on Flower). ``runs.record`` reads it.
+encoder.safetensors + encoder.json · map.json (representations in the plane) · evaluations.json
+(what ``furlong evaluate`` measured) · report.html · federation.json, nodes/, flower.log (on
+Flower). ``runs.record`` reads it.
 """
 
 from __future__ import annotations

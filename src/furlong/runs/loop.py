@@ -24,7 +24,7 @@ from furlong.engines.blobs import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Images
 from furlong.nn.encoders import build_encoder
-from furlong.runs import checkpoint, config, observers
+from furlong.runs import checkpoint, config, observers, plane
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
 from furlong.runs.encoders import about, classifiers, encoders, who
@@ -189,6 +189,7 @@ def _train(
         engine.finish(pack_tensors(weights, {"about": json.dumps(about(prepared))}))
     summary = _summary(prepared, totals, state)
     summary |= _measured(prepared, {"random": random, **learnt}, state)
+    _draw_map(prepared, folder, next(iter(learnt.values())))
     folder.save_encoder(weights, about(prepared))
     folder.write("summary.json", summary)
     if server.folder is not None:  # what clients sent, of use only to a run that goes on
@@ -234,8 +235,11 @@ def _unseen(prepared: Prepared) -> Images | None:
     """The test images of the site that is left out, beside the training images of the others."""
     client, test, images = prepared.left_out, prepared.test, _images(prepared)
     names = site_names(prepared.train, prepared.split)
-    if client is None or names is None or test is None or test.groups is None:
+    known = images.has_labels and test is not None and test.groups is not None
+    if client is None or names is None or not known:
         return None
+    assert test is not None
+    assert test.groups is not None
     own = [test.group_names[group] == names[client] for group in test.groups.tolist()]
     others = torch.cat([prepared.federation.rows[k] for k in prepared.federation.clients])
     theirs = prepared.train.subset(others.sort()[0])
@@ -263,6 +267,18 @@ def _measured(
             "results": rows,
             "quality": quality_rows(images, whose) if here else [],
         }
+
+
+def _draw_map(prepared: Prepared, folder: RunFolder, encoder: nn.Module) -> None:
+    """map.json, of which a page draws the representations."""
+    setup, train = prepared.setup, prepared.train
+    if len(train) < plane.FEWEST:  # or they are all on other machines
+        return
+    with threads(prepared.workers):
+        found = plane.points(
+            encoder, train, prepared.split, setup.augment.plain, setup.seed, plane.principal
+        )
+    folder.write(plane.MAP, found)
 
 
 def _summary(prepared: Prepared, totals: Mapping[str, float], state: Any) -> dict[str, Any]:

@@ -132,12 +132,13 @@ class Federation:
 
 @dataclass(frozen=True)
 class Plane:
-    """Representations in the plane: tsne.json."""
+    """Representations in the plane: tsne.json, or map.json (by principal components)."""
 
     points: list[list[float]]
     clients: list[int]
     classes: list[str]
     labels: list[int] | None = None
+    file: str = ""  # the one that it was read from
 
 
 # ---------------------------------------------------------------- checking
@@ -301,8 +302,10 @@ class RunRecord:
 
     @property
     def plane(self) -> Plane | None:
-        """The representations in the plane, if ``furlong report --tsne`` has made them."""
-        return self._parsed(Plane, "tsne.json")
+        """The representations in the plane: by t-SNE, if somebody asked for that."""
+        name = "tsne.json" if (self.path / "tsne.json").exists() else "map.json"
+        found = self._parsed(Plane, name)
+        return None if found is None else replace(found, file=name)
 
     def lines(self) -> list[Line]:
         """The lines of metrics.jsonl, checked; read at every call, because they may be many."""
