@@ -260,7 +260,9 @@ def test_every_run_has_a_map_and_no_pictures_unless_asked(
     shown = page.read_text()
     assert_self_contained(shown)
     assert "This page holds images of the clients" in shown
-    assert shown.count('<img src="data:image/png') == 3 * 8 + 6 * (1 + 2 * 5)  # sites, queries, neighbours
+    assert shown.count('<img src="data:image/png') == 3 * 8 + 6 * (
+        1 + 2 * 5
+    )  # sites, queries, neighbours
     assert furlong_("report", run.folder).code == 0
     assert page.read_text() == plain
 

@@ -231,6 +231,12 @@ class RunSettings:
         "(the federation of the others; SITE is a name of the natural partition, or a number).",
         short="bound",
     )
+    track: str = setting(
+        "",
+        "Log to mlflow or wandb, too (both: separated by a comma); their own variables say where.",
+        role="place",
+        resume=True,
+    )
     save_every: int = setting(1, "Rounds between checkpoints.", role="place", at_least=1)
     state_memory_mb: int = setting(
         4096, "Client states beyond this go to disk.", role="place", at_least=0

@@ -24,7 +24,7 @@ from furlong.engines.blobs import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Images
 from furlong.nn.encoders import build_encoder
-from furlong.runs import checkpoint, config, observers, plane
+from furlong.runs import checkpoint, config, observers, plane, trackers
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
 from furlong.runs.encoders import about, classifiers, encoders, who
@@ -35,6 +35,7 @@ from furlong.runs.prepare import Prepared, prepare
 from furlong.runs.results import at_the_end, final_rows, on_site, quality_rows
 from furlong.runs.saved_encoder import load_encoder
 from furlong.runs.split import describe_partition, site_names
+from furlong.runs.trackers import Boards
 from furlong.seeding import threads
 
 Show = Callable[[Status], None]
@@ -89,6 +90,7 @@ def run(
         try:
             prepared = prepare(settings, members=None if session is None else session.members())
             at_the_end(settings.evaluate, _images(prepared))  # mistakes show before the training
+            trackers.named(settings.run.track)
         except BaseException:
             folder.discard()
             raise
@@ -172,7 +174,7 @@ def _train(
     else:
         state, done, totals = saved.server, saved.done, saved.counters
     random = _random_encoder(prepared, folder)
-    board = observers.TensorBoard(folder.path)
+    board = Boards(folder, prepared.config, say)
     with prepared.engine() if session is None else session.engine(prepared) as engine, board:
         engine.restore({} if saved is None else saved.clients)
         observe = _observers(prepared, folder, random, engine, board, show, say)
@@ -192,6 +194,7 @@ def _train(
     _draw_map(prepared, folder, next(iter(learnt.values())))
     folder.save_encoder(weights, about(prepared))
     folder.write("summary.json", summary)
+    board.finish(summary)
     if server.folder is not None:  # what clients sent, of use only to a run that goes on
         shutil.rmtree(server.folder, ignore_errors=True)
     return Run(folder.path, summary)

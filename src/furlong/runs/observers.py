@@ -246,6 +246,19 @@ class Angles:
         event.line["angles"] = angles(*found).quantile(points).tolist() if len(found) > 1 else None
 
 
+def scalars(line: Mapping[str, Any]) -> Numbers:
+    """The numbers of a line of metrics.jsonl by the names that boards show."""
+    found = {
+        name: value
+        for name, value in line.items()
+        if isinstance(value, int | float) and name not in ("exchange", "round")
+    }
+    found |= {f"untrained/{name}": value for name, value in (line["untrained"] or {}).items()}
+    for client, measured in line["clients"].items():
+        found |= {f"clients/{client}/{name}": value for name, value in measured.items()}
+    return found
+
+
 class TensorBoard:
     """TensorBoard events; opened late because the import takes a second."""
 
@@ -267,14 +280,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
-        for name, value in line.items():
-            if isinstance(value, int | float) and name not in ("exchange", "round"):
-                self._writer.add_scalar(name, value, step)
-        for name, value in (line["untrained"] or {}).items():
-            self._writer.add_scalar(f"untrained/{name}", value, step)
-        for client, measured in line["clients"].items():
-            for name, value in measured.items():
-                self._writer.add_scalar(f"clients/{client}/{name}", value, step)
+        for name, value in scalars(line).items():
+            self._writer.add_scalar(name, value, step)
 
 
 def checkpoints(run: Path, engine: Engine, exchanges: Sequence[Exchange], every: int) -> Observer:
