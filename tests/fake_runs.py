@@ -33,7 +33,8 @@ def make(
     ``done``: how many of the rounds; ``failing``: client 1 is refused twice; ``rank``: the
     effective rank from the second round on; ``options``: settings.
     """
-    given = {"method": method, "seed": seed, "clients": clients, "rounds": rounds, **options}
+    given = {"method": method, "seed": seed, "clients": clients, "rounds": rounds,
+             "evaluate.k": 200, **options}  # fmt: skip
     settings = from_tree({}, given, "test")
     folder = RunFolder.create(path)
     folder.write("config.toml", settings.toml())

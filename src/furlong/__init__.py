@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from furlong.errors import FurlongError
     from furlong.methods import METHODS
     from furlong.methods.base import Averaging, Model, OneNetwork
+    from furlong.reports.encoder import Encoder
     from furlong.runs.config import Config
     from furlong.runs.loop import Connect, Run, Say, Show
     from furlong.runs.observers import Status
@@ -32,6 +33,7 @@ __all__ = [
     "METHODS",
     "Averaging",
     "Config",
+    "Encoder",
     "Federation",
     "FurlongError",
     "ImageSet",
@@ -61,6 +63,7 @@ _WHERE = {
     "errors": ("FurlongError",),
     "methods": ("METHODS",),
     "methods.base": ("Averaging", "Model", "OneNetwork"),
+    "reports.encoder": ("Encoder",),
     "runs.config": ("Config",),
     "runs.saved_encoder": ("load_encoder",),
     "runs.loop": ("Run",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -15,7 +15,7 @@ from furlong.data.augment import crop_flip, preset
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
 from furlong.evaluation import tuning as tuning_module
-from furlong.evaluation.protocol import Encoded, Images
+from furlong.evaluation.protocol import Encoded, Images, stratified
 from furlong.evaluation.quality import (
     alignment,
     diagnosis,
@@ -25,7 +25,6 @@ from furlong.evaluation.quality import (
     spread,
     uniformity,
 )
-from furlong.evaluation.semi import stratified
 from furlong.evaluation.tuning import TUNINGS, TuningResult, fine_tune, new_head, tuning
 from furlong.nn.encoders import build_encoder
 from furlong.runs.config import EvaluateSettings
@@ -97,7 +96,7 @@ def test_every_encoder_is_tuned_with_the_same_images(monkeypatch: pytest.MonkeyP
 
     def note(_: nn.Module, train: ImageSet, *__: Any, **___: Any) -> TuningResult:
         seen.append(train.pixels)
-        return TuningResult(0, 0, 0)
+        return TuningResult(0, 0, 0, torch.zeros(50, 4))
 
     monkeypatch.setattr(tuning_module, "fine_tune", note)
     train, test = coloured(200), coloured(50, seed=1)
@@ -296,7 +295,7 @@ def test_a_separable_toy_is_solved() -> None:
         assert result["accuracy"] == 1
         assert 60 <= result["labelled"] <= 64
     found = measured("linear-crops:recipe=default:epochs=20", small(), train, test)
-    assert found == {"accuracy": 1}
+    assert found["accuracy"] == found["auroc"] == 1
 
 
 def test_the_last_epoch_counts_not_the_best() -> None:
@@ -325,7 +324,10 @@ def test_fine_tuning_is_a_function_of_its_seed() -> None:
 def test_transfer_tunes_with_all_images() -> None:
     train, test, plan = coloured(40), coloured(40, seed=1), tuning("fedu", epochs=1)
     found = measured("transfer:mine:epochs=1", small(), train, test)
-    assert found == asdict(fine_tune(small(), train, test, plan, augment=PLAIN))
+    result = fine_tune(small(), train, test, plan, augment=PLAIN)
+    assert found == result.numbers(test, 0)
+    assert found["accuracy"] == result.accuracy
+    assert found["labelled"] == 40
 
 
 def test_images_of_another_size_are_resized() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from test_page import Tags, assert_self_contained
 from furlong.errors import FurlongError
 from furlong.reports import comparison, figures, tables, tsne
 from furlong.reports import page as pages
+from furlong.reports.pictures import neighbours_of
+from furlong.runs import plane
+from furlong.runs.datasets import load_data
 from furlong.runs.folder import RunFolder
 
 
@@ -220,6 +224,63 @@ def test_tsne_separates_what_is_apart() -> None:
     assert abs(middle[0] - middle[1]).max() > 3 * spread
     with pytest.raises(FurlongError, match="give 5 to 2,000"):
         tsne.coordinates(rows[:3])
+
+
+def test_principal_components_are_a_map() -> None:
+    """The widest direction is the first; a turn of the features turns nothing in the plane."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(50, 6, generator=generator) * torch.tensor([0.1, 9, 0.1, 3, 0.1, 0.1])
+    found = plane.principal(rows)
+    assert found.min() == 0
+    assert found[:, 0].max() == 1
+    assert 0.1 < found[:, 1].max() < 0.9  # one scale for both
+    assert abs(float(torch.corrcoef(torch.stack([found[:, 0], rows[:, 1].double()]))[0, 1])) > 0.99
+    turned = plane.principal(rows @ torch.linalg.qr(torch.randn(6, 6, generator=generator))[0])
+    distances = [torch.pdist(each) for each in (found, turned)]
+    assert torch.allclose(*distances, atol=1e-4)
+    assert plane.principal(torch.zeros(5, 3)).isfinite().all()  # collapsed
+
+
+def test_every_run_has_a_map_and_no_pictures_unless_asked(
+    furlong_: Any, tmp_path: Path, tiny_config: Any
+) -> None:
+    from furlong.runs import loop
+
+    run = loop.run(tiny_config(rounds=1, out=str(tmp_path / "run")))
+    page = run.folder / "report.html"
+    assert furlong_("report", run.folder).code == 0
+    plain = page.read_text()
+    assert "principal components" in plain
+    kept = tables.MeasuredRun.open(run.folder).plane
+    assert kept is not None
+    assert len(kept.points) == 72
+    for words in ("<img", "--pictures"):
+        assert words not in plain
+    assert furlong_("report", run.folder, "--pictures").code == 0
+    shown = page.read_text()
+    assert_self_contained(shown)
+    assert "This page holds images of the clients" in shown
+    assert shown.count('<img src="data:image/png') == 3 * 8 + 6 * (
+        1 + 2 * 5
+    )  # sites, queries, neighbours
+    assert furlong_("report", run.folder).code == 0
+    assert page.read_text() == plain
+
+
+def test_neighbours_are_never_of_the_same_patient(tmp_path: Path, tiny_config: Any) -> None:
+    from furlong.runs import loop
+
+    run = loop.run(tiny_config(rounds=1, out=str(tmp_path / "run")))
+    train, test, _ = load_data(tiny_config())
+    assert test is not None
+    same = replace(test, pixels=train.pixels[:40], patients=torch.arange(40))
+    train = replace(train, patients=torch.arange(72))
+    folder, whose = RunFolder.open(run.folder), [""] * 72
+    for patients, found in ((True, False), (False, True)):
+        known = replace(train, patients=train.patients if patients else None)
+        for query in neighbours_of(folder, known, same, whose, 0):
+            near = [one["image"] for one in query["after"]]
+            assert (query["image"] in near) == found
 
 
 def test_tsne_of_a_run(furlong_: Any, tmp_path: Path, tiny_config: Any) -> None:

@@ -264,7 +264,7 @@ def test_any_tree_gives_a_configuration_or_a_furlong_error(tree: dict[str, Any])
         ("run.deadline", math.nan, 0.5),
         ("run.deadline", math.inf, 1e9),
         ("train.min_clients", -1, 0),
-        ("evaluate.k", 0, 1),
+        ("evaluate.k", -1, 0),
         ("evaluate.knn_every", -1, 0),
         ("evaluate.monitor_images", 0, 1),
         ("fraction", 0, 1),

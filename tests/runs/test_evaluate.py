@@ -24,9 +24,8 @@ from furlong.data import images as data
 from furlong.errors import FurlongError
 from furlong.evaluation import tuning as tuning_module
 from furlong.evaluation.knn import KNN
-from furlong.evaluation.protocol import Encoded, Progress, silent
+from furlong.evaluation.protocol import Encoded, Progress, silent, stratified
 from furlong.evaluation.quality import QUALITY
-from furlong.evaluation.semi import stratified
 from furlong.evaluation.tuning import Transfer, fine_tune, tuning
 from furlong.methods.fedu import FedU
 from furlong.runs import config, evaluate, loop
@@ -618,6 +617,21 @@ def test_a_run_that_is_heading_for_collapse_is_told_so_once(
     seen(federated=Few())
     assert len(seen.said) == 2
     assert "has collapsed" in seen.said[1]
+
+
+def test_a_monitor_with_one_answer_says_so_once(
+    prepared: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many neighbours as there are images: the largest class has every vote."""
+    for k, warnings in ((1, 0), (72, 1)):
+        p = prepared(**{"evaluate.k": k, "evaluate.temperature": 100.0})
+        mostly = torch.where(torch.arange(72) < 60, 3, p.train.labels)
+        seen = Seen(replace(p, train=replace(p.train, labels=mostly)), monkeypatch)
+        for _ in range(2):
+            seen(federated=nn.Flatten())
+        assert len(seen.said) == warnings
+    assert "kNN gives every test image the class '" in seen.said[0]
+    assert "72 neighbours are too many" in seen.said[0]
 
 
 def test_what_cannot_be_measured_does_not_end_a_run(prepared: Callable[..., Any]) -> None:

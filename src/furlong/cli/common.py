@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,11 +19,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from furlong.words import duration, points, size
 
 if TYPE_CHECKING:
     from furlong.data.decode import Skipped
+    from furlong.reports.measures import Sheet
     from furlong.runs.loop import Run
     from furlong.runs.observers import Status
 
@@ -45,21 +48,47 @@ def warn(text: str) -> None:
 
 def results_table(rows: list[dict[str, Any]], quality: Sequence[Mapping[str, Any]] = ()) -> Table:
     """Who against protocol, in percent; and the effective rank, if it was measured."""
-    from furlong.reports.formats import column_title
+    from furlong.reports.columns import column_title
     from furlong.reports.tables import by_encoder
     from furlong.runs.record import Result, parse
 
     columns, encoders = by_encoder(parse(Result, row, "a row") for row in rows)
     ranks = {row["who"]: f"{row['effective_rank']:.1f}" for row in quality}
     last = ["effective rank"] if ranks else []
-    table = Table("encoder", *[f"{column_title(column)} %" for column in columns], *last)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    lines = [["encoder", *[f"{column_title(column)} %" for column in columns], *last]]
     for name in dict.fromkeys([*encoders, *ranks]):
         found = [encoders.get(name, {}).get(column) for column in columns]
         words = [points(row.accuracy, row.std) if row else "–" for row in found]
-        table.add_row(name, *words, *([ranks.get(name, "–")] if ranks else []))
+        lines.append([name, *words, *([ranks.get(name, "–")] if ranks else [])])
+    if len(columns) > 4 and len(lines) <= len(columns):  # more than fit side by side
+        lines = [list(row) for row in zip(*lines, strict=True)]
+    heading, *body = lines
+    table = Table(*heading)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in body:
+        table.add_row(*row)
     return table
+
+
+def print_sheets(sheets: Iterable[Sheet]) -> None:
+    """Small tables with a title above and notes below."""
+    for sheet in sheets:
+        table = Table(*sheet.heading, title=sheet.title, title_justify="left")
+        lines = [[cell.replace(" [", "\n[") for cell in row] for row in sheet.rows]
+        for number, (column, name) in enumerate(zip(table.columns, sheet.heading, strict=True)):
+            column.overflow = "fold"
+            if name not in ("encoder", "method", "measured by"):
+                column.justify = "right"  # and whole: half a number would be a wrong one
+                parts = [part for row in lines for part in row[number].split("\n")]
+                column.min_width = max(map(len, parts))
+        for row in lines:
+            table.add_row(*map(Text, row))
+        least = Measurement.get(console, console.options, table).minimum
+        console.print(table, width=max(console.width, least), crop=False)
+        for text in sheet.notes:
+            console.print(text, markup=False)
+        console.print()
 
 
 @contextmanager
@@ -101,17 +130,21 @@ def watching() -> Iterator[tuple[Any, Any]]:
 
 def print_run(finished: Run) -> None:
     """Results, effort and places of a run."""
-    from furlong.reports.formats import RANK
+    from furlong.reports import measures
+    from furlong.reports.formats import RANK, voters
     from furlong.reports.parts import trouble
     from furlong.runs.record import RunRecord
 
-    summary = finished.summary
+    summary, record = finished.summary, RunRecord(finished.folder)
     quality = summary.get("quality", [])  # older runs have none
     if summary["results"] or quality:
         console.print(results_table(summary["results"], quality))
+    if any(row["protocol"] == "knn" for row in summary["results"]):
+        console.print(voters(record.settings["evaluate"]["k"]), markup=False)
     if quality:
         console.print(RANK, markup=False)
-    if said := trouble(summary["method"], RunRecord(finished.folder).lines()):
+    print_sheets(measures.of_run(record.finished.results))
+    if said := trouble(summary["method"], record.lines()):
         warn(said)
     console.print(
         f"{summary['rounds']} rounds, {summary['clients']} clients, {summary['images']:,} images "

@@ -43,7 +43,7 @@ def cost(
         Print JSON.
     """
     resolved = config.load(config_file, settings)
-    if resolved.run.bound != "none":
+    if not config.sends(resolved.run.bound):
         raise FurlongError(f"bound = {resolved.run.bound}: nothing is sent to anybody.")
     if sizes is None:
         server = prepare(resolved).server

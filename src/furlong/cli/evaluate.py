@@ -10,10 +10,11 @@ from cyclopts import Parameter
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from furlong.cli.common import console, err
+from furlong.cli.common import console, err, print_sheets
 from furlong.cli.options import in_sections, with_settings
+from furlong.reports import measures
 from furlong.runs import evaluate as evaluating
-from furlong.runs.record import UNTRAINED
+from furlong.runs.record import UNTRAINED, Result, parse
 
 
 @with_settings(in_sections("data", "evaluate", "run"))
@@ -67,6 +68,7 @@ def evaluate(
     scored = [row for row in rows if "accuracy" in row]
     if scored:
         console.print(_accuracy_table(scored))
+        print_sheets(measures.of_run([parse(Result, row, "a row") for row in scored]))
     if label_free := [row for row in rows if "accuracy" not in row]:
         console.print(_quality_table(label_free))
 

@@ -17,6 +17,7 @@ def report(
     baseline: str | None = None,
     figures: Path | None = None,
     tsne: Annotated[bool, Parameter(negative=())] = False,
+    pictures: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Make the page of a run again, or one page that compares several.
 
@@ -31,10 +32,14 @@ def report(
     figures
         Also draw every figure to this folder, as .svg and .png.
     tsne
-        One run: also map its representations to the plane by t-SNE (reads the images again).
+        One run: map its representations to the plane by t-SNE (reads the images again).
+    pictures
+        One run: show images of every site, and neighbours before and after training. The page then
+        holds images: pass it on only to whom these may be shown.
     """
     from furlong.reports import comparison
     from furlong.reports import page as pages
+    from furlong.reports import pictures as images
     from furlong.reports import tsne as mapping
 
     if not runs:
@@ -42,12 +47,13 @@ def report(
     single = len(runs) == 1 and (runs[0] / "config.toml").exists()
     if single and (out or baseline):
         raise FurlongError(f"{runs[0]} is one run: its page is {runs[0] / 'report.html'}.")
-    if tsne and not single:
-        raise FurlongError("--tsne is for one run; what it makes stays in the run's folder.")
+    for name, given in (("tsne", tsne), ("pictures", pictures)):
+        if given and not single:
+            raise FurlongError(f"--{name} is for one run: give the folder of one.")
     if tsne:
         mapping.make(runs[0])
     if single:
-        made = pages.build(runs[0], figures)
+        made = pages.build(runs[0], figures, images.pictures(runs[0]) if pictures else None)
     else:
         made = comparison.build(list(runs), out, baseline, figures)
     console.print(f"report: {made}", markup=False, soft_wrap=True)

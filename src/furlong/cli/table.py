@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from rich.table import Table
 
-from furlong.cli.common import console
+from furlong.cli.common import console, print_sheets
 from furlong.errors import FurlongError
-from furlong.reports import formats, tables
+from furlong.reports import formats, measures, tables
 
 
 def table(
@@ -67,6 +67,7 @@ def print_tables(folders: list[Path], baseline: str | None) -> None:
         for text in [*names, *formats.notes(group), *formats.verdicts(group)]:
             console.print(text, markup=False)
         console.print()
+        print_sheets(measures.of_group(group))
 
 
 def _numbered(

@@ -1,4 +1,4 @@
-"""Who holds which data. ``only(k)`` and ``pooled()`` are the two bounds of any federated run."""
+"""Who holds which data. ``only``, ``pooled`` and ``without`` are the bounds of a federated run."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ class Federation:
     def only(self, client: int) -> Federation:
         """The federation in which ``client`` is alone; it keeps its number."""
         return replace(self, rows={client: self.rows[client]})
+
+    def without(self, client: int) -> Federation:
+        """The federation of the others, who keep their numbers and so their random numbers."""
+        others = {k: rows for k, rows in self.rows.items() if k != client}
+        if not others:
+            raise FurlongError(f"without client {client} nobody is left.")
+        return replace(self, rows=others)
 
     def pooled(self) -> Federation:
         """One client, number 0, that holds everything."""

@@ -52,6 +52,7 @@ class ImageSet:
         classes: names of the classes.
         groups: int64 N, the natural owner (client) of each image, an index into ``group_names``.
         group_names: names of the owners.
+        patients: int64 N; images with the same number show one patient. None if unknown.
         name: what was loaded.
         skipped: images that were met but could not be used.
         notes: decisions taken while loading that a person should know of.
@@ -62,6 +63,7 @@ class ImageSet:
     classes: tuple[str, ...] = ()
     groups: Tensor | None = None
     group_names: tuple[str, ...] = ()
+    patients: Tensor | None = None
     name: str = "images"
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
@@ -75,6 +77,7 @@ class ImageSet:
         for what, values, names in (
             ("labels", self.labels, self.classes),
             ("groups", self.groups, self.group_names),
+            ("patients", self.patients, ()),
         ):
             if values is None:
                 continue
@@ -125,6 +128,7 @@ class ImageSet:
             pixels=self.pixels[where],
             labels=None if self.labels is None else self.labels[where],
             groups=None if self.groups is None else self.groups[where],
+            patients=None if self.patients is None else self.patients[where],
         )
 
     def unlabelled(self) -> ImageSet:

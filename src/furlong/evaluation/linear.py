@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from furlong.data.augment import crop_flip
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.features import check_split, device_of, features
-from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
+from furlong.evaluation.metrics import grade, top1
+from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, few, silent
 from furlong.seeding import with_seed
 from furlong.settings import setting
 
@@ -86,6 +87,7 @@ class LinearResult:
     train_accuracy: float
     weight: Tensor
     bias: Tensor
+    scores: Tensor  # M×classes, of the test images
 
 
 @torch.no_grad()
@@ -129,11 +131,13 @@ def linear_probe(
         weight, bias = _train(lambda epoch: standard(given(epoch)), y, shape, plan, seed)
     weight /= std
     bias -= (weight * mean).sum(dim=1)
+    scores, own = (_scores(each, weight, bias) for each in (test_features, train_features))
     return LinearResult(
-        accuracy=_accuracy(test_features.float(), test_labels, weight, bias),
-        train_accuracy=_accuracy(train_features.float(), train_labels, weight, bias),
+        accuracy=top1(scores, test_labels),
+        train_accuracy=top1(own, train_labels),
         weight=weight,
         bias=bias,
+        scores=scores,
     )
 
 
@@ -181,18 +185,22 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, std.clamp_min(floor)
 
 
-def _accuracy(x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor) -> float:
-    scores = torch.addmm(bias, x, weight.T)
+def _scores(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    scores = torch.addmm(bias, x.float(), weight.T)
     if not torch.isfinite(scores).all():
         raise FurlongError("the linear probe diverged: its scores are not finite. Lower the rate.")
-    return (scores.argmax(dim=1) == labels).float().mean().item()
+    return scores
+
+
+STEPS = 400  # that a probe with few labels makes at least, or it would hardly leave its start
 
 
 @dataclass(frozen=True)
 class Linear(Protocol):
     """The test accuracy of a linear classifier that was trained on the features.
 
-    Options that are ``None`` are as the recipe says.
+    Options that are ``None`` are as the recipe says. ``linear-5`` trains with ⌈5 % · N_c⌉ images of
+    every class c, which are those of ``semi-5``; it makes at least 400 steps.
     """
 
     kind: ClassVar[str] = "linear"
@@ -202,23 +210,44 @@ class Linear(Protocol):
     epochs: int | None = setting(None, "Passes over the training images.", above=0)
     lr: float | None = setting(None, "The learning rate.", above=0)
     batch_size: int | None = setting(None, "Images per step.", above=0)
+    labels: float = setting(1.0, "The share of the labels that is used.", above=0, at_most=1)
 
-    def settings(self, _: Images) -> dict[str, Any]:
+    def check(self, images: Images) -> None:
+        """There must be labels enough."""
+        super().check(images)
+        self.labelled(images)
+
+    def labelled(self, images: Images) -> Tensor | None:
+        """The rows of the training images whose labels are used; ``None``: all."""
+        train, _ = images.labelled()
+        return None if self.labels == 1 else few(train, self.labels, images.seed)
+
+    def settings(self, images: Images) -> dict[str, Any]:
         """The recipe with what was changed of it."""
-        given = asdict(self)
-        plan = probe(given.pop("recipe"), **given)
+        given = {name: getattr(self, name) for name in ("epochs", "lr", "batch_size")}
+        plan, rows = probe(self.recipe, **given), self.labelled(images)
+        if rows is not None and self.epochs is None:
+            needed = math.ceil(STEPS / math.ceil(len(rows) / plan.batch_size))
+            plan = replace(plan, epochs=max(plan.epochs, needed))
         return {"recipe": self.recipe, **{name: getattr(plan, name) for name in given}}
 
     def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
-        """The accuracy."""
-        return self._probe(encoded.features, encoded.images)
+        """The accuracy, and what the scores say beside it."""
+        train, labels, *test = encoded.features
+        rows = self.labelled(encoded.images)
+        if rows is not None:
+            chosen = torch.isin(encoded.rows[0], rows)
+            train, labels = train[chosen], labels[chosen]
+        return self._probe((train, labels, test[0], test[1]), encoded.images, encoded.rows[1])
 
     def _probe(
         self,
         rows: tuple[Tensor, Tensor, Tensor, Tensor],
         images: Images,
+        tested: Tensor,
         epoch_features: Callable[[int], Tensor] | None = None,
     ) -> dict[str, Any]:
+        """Features and labels of training images, then of the test images ``tested``."""
         result = linear_probe(
             *rows,
             **self.settings(images),
@@ -226,7 +255,9 @@ class Linear(Protocol):
             n_classes=images.classes,
             epoch_features=epoch_features,
         )
-        return {"accuracy": result.accuracy}
+        count = {} if self.labels == 1 else {"labelled": len(rows[1])}
+        more = grade(result.scores.softmax(dim=1), images.labelled()[1], tested, images.seed)
+        return {"accuracy": result.accuracy, **count, **more}
 
 
 @dataclass(frozen=True)
@@ -244,6 +275,8 @@ class LinearCrops(Linear):
         """The accuracy."""
         images, encoder = encoded.images, encoded.encoder
         train, test = images.labelled()
+        rows = self.labelled(images)
+        train = train if rows is None else train.subset(rows)
         assert train.labels is not None
         assert test.labels is not None
         view, total = crop_flip(images.augment).view, self.settings(images)["epochs"]
@@ -256,4 +289,5 @@ class LinearCrops(Linear):
             ours, theirs = (
                 features(encoder, part.pixels, images.augment.plain) for part in (train, test)
             )
-            return self._probe((ours, train.labels, theirs, test.labels), images, cropped)
+            both = (ours, train.labels, theirs, test.labels)
+            return self._probe(both, images, torch.arange(len(test)), cropped)

@@ -6,6 +6,7 @@ A protocol is asked for by a word, with options behind colons: ``knn``, ``semi-1
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -61,6 +62,37 @@ class Images:
         return max(images.n_classes for images in self.labelled())
 
 
+def stratified(labels: Tensor, share: float, seed: int) -> Tensor:
+    """Ascending rows (int64) of ⌈share·N_c⌉ images of every class c that ``labels`` (N) holds.
+
+    They depend on the labels, the share and the seed only, so every encoder gets the same.
+    """
+    if not 0 < share <= 1:
+        raise FurlongError(f"a share of {share} of the labels: it must be above 0 and at most 1.")
+    generator = torch.Generator().manual_seed(seed)
+    chosen = []
+    for each in labels.bincount().nonzero()[:, 0].tolist():
+        rows = (labels == each).nonzero()[:, 0]
+        # 0.07·100 is a little more than 7 in floating point
+        count = math.ceil(share * len(rows) - 1e-9)
+        chosen.append(rows[torch.randperm(len(rows), generator=generator)[:count]])
+    return torch.cat(chosen).sort()[0]
+
+
+def few(train: ImageSet, share: float, seed: int) -> Tensor:
+    """The :func:`stratified` rows of ``train``; an error if these are far more than ``share``."""
+    assert train.labels is not None
+    rows = stratified(train.labels, share, seed)
+    if len(rows) > 2 * share * len(train):  # then it is no longer what it is called
+        classes = len(train.labels.bincount().nonzero())
+        raise FurlongError(
+            f"{share:.1%} of the {len(train)} labels of {train.name} is less than one for each "
+            f"of its {classes} classes. Take at least {len(rows) / len(train):.1%}, or more "
+            "images."
+        )
+    return rows
+
+
 @dataclass
 class Encoded:
     """An encoder with images; their features are computed once, when they are asked for."""
@@ -70,12 +102,20 @@ class Encoded:
     limit: int | None = None  # features of at most so many images of either split
 
     @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Which training and which test images are measured, in the order of their features."""
+        train, test = (
+            shuffled(len(images), self.images.seed, "monitor")[: self.limit]
+            for images in self.images.labelled()
+        )
+        return train, test
+
+    @cached_property
     def features(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Features N×d and labels N of training images, then of test images."""
         found = []
-        for images in self.images.labelled():
+        for images, rows in zip(self.images.labelled(), self.rows, strict=True):
             assert images.labels is not None
-            rows = shuffled(len(images), self.images.seed, "monitor")[: self.limit]
             batches = (images.pixels[part] for part in torch.split(rows, 512))
             found += [features(self.encoder, batches, self.images.augment.plain)]
             found += [images.labels[rows]]
@@ -86,13 +126,15 @@ class Encoded:
 class Protocol(ABC):
     """One way to measure an encoder; its fields are its options, which follow behind colons.
 
-    A field ``labels`` is the share of the labels, which stands in the word (``semi-10``); a field
-    ``data`` is another set of images, which is named without a key (``transfer:mnist``).
+    A field ``labels`` is the share of the labels, which stands in the word (``semi-10``; a word
+    without a number means all, unless ``needs_share``); a field ``data`` is another set of images,
+    which is named without a key (``transfer:mnist``).
     """
 
     kind: ClassVar[str]  # the word that asks for it
     recipes: ClassVar[Collection[str]] = ()  # what the option ``recipe`` may be
     with_random: ClassVar[bool] = False  # whether a random start is always measured, too
+    needs_share: ClassVar[bool] = False  # whether the word must say how many of the labels
 
     labels = 1.0
     data = ""
@@ -107,7 +149,10 @@ class Protocol(ABC):
 
     @abstractmethod
     def measure(self, encoded: Encoded, progress: Progress = silent, /) -> dict[str, Any]:
-        """Numbers of an encoder by name, ``accuracy`` in [0, 1] among them if there are labels."""
+        """Numbers of an encoder by name, ``accuracy`` in [0, 1] among them if there are labels.
+
+        A protocol that has class scores of test images adds what :func:`metrics.grade` finds.
+        """
 
 
 IN_WORD = ("labels", "data")  # fields that are given without a key
@@ -174,9 +219,9 @@ def _asked(
     word: str, text: str, kinds: Mapping[str, type[Protocol]]
 ) -> tuple[type[Protocol], dict[str, Any]]:
     """The kind of protocol, and the share of the labels, which may stand behind a dash."""
-    if word in kinds and not _has(kinds[word], "labels"):
+    if word in kinds and not kinds[word].needs_share:
         return kinds[word], {}
-    kind, _, percent = word.partition("-")
+    kind, _, percent = (word, "", "") if word in kinds else word.rpartition("-")
     if kind not in kinds or not _has(kinds[kind], "labels"):
         raise FurlongError(f"unknown protocol {text!r}. {nearest(word, _examples(kinds))}")
     if not re.fullmatch(r"[\d.]+", percent) or not 0 < float(percent) <= 100:
@@ -193,6 +238,6 @@ def _has(cls: type[Protocol], name: str) -> bool:
 def _examples(kinds: Mapping[str, type[Protocol]]) -> list[str]:
     """A word of every kind."""
     return [
-        f"{kind}-10" if _has(cls, "labels") else f"{kind}:NAME" if _has(cls, "data") else kind
+        f"{kind}-10" if cls.needs_share else f"{kind}:NAME" if _has(cls, "data") else kind
         for kind, cls in kinds.items()
     ]

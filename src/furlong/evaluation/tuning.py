@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,6 +20,7 @@ from furlong.data.images import ImageSet
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.features import device_of, features
 from furlong.evaluation.linear import Training
+from furlong.evaluation.metrics import grade, top1
 from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
 from furlong.nn.encoders import out_dim
 from furlong.seeding import with_seed
@@ -74,6 +75,12 @@ class TuningResult:
     accuracy: float
     train_accuracy: float
     labelled: int  # training images
+    scores: Tensor = field(compare=False, repr=False)  # M×C, of the test images
+
+    def numbers(self, test: ImageSet, seed: int) -> dict[str, Any]:
+        """All that is told of it."""
+        told = {name: getattr(self, name) for name in ("accuracy", "train_accuracy", "labelled")}
+        return {**told, **grade(self.scores.softmax(dim=1), test, seed=seed)}
 
 
 @contextmanager
@@ -125,9 +132,9 @@ def fine_tune(
         head = new_head(plan.head, width, classes).to(device)
         _train(encoder, head, train, view, plan, device, progress)
         model = nn.Sequential(encoder, head)
-        return TuningResult(
-            accuracy(model, test, augment), accuracy(model, train, augment), len(train)
-        )
+        scores = class_scores(model, test, augment)
+        trained = top1(class_scores(model, train, augment), train.labels)
+        return TuningResult(top1(scores, test.labels), trained, len(train), scores)
 
 
 def new_head(kind: Literal["linear", "mlp"], width: int, classes: int) -> nn.Module:
@@ -138,13 +145,12 @@ def new_head(kind: Literal["linear", "mlp"], width: int, classes: int) -> nn.Mod
     return last if kind == "linear" else nn.Sequential(nn.Linear(width, width), nn.ReLU(), last)
 
 
-def accuracy(model: nn.Module, images: ImageSet, augment: Recipe) -> float:
-    """Share, in [0, 1], of ``images`` to which ``model`` gives the highest score to their class."""
+def class_scores(model: nn.Module, images: ImageSet, augment: Recipe) -> Tensor:
+    """The scores N×C that ``model`` gives to ``images``."""
     scores = features(model, images.pixels, augment.plain)
     if not torch.isfinite(scores).all():
         raise FurlongError("the fine-tuning diverged: its scores are not finite. Lower the rate.")
-    assert images.labels is not None
-    return (scores.argmax(dim=1) == images.labels).float().mean().item()
+    return scores
 
 
 def _train(
@@ -218,20 +224,20 @@ class FineTuned(Protocol):
 
     def measure(self, encoded: Encoded, progress: Progress = silent) -> dict[str, Any]:
         """The accuracies on test and training images, and how many of these there were."""
-        images = encoded.images
+        images, test = encoded.images, encoded.images.labelled()[1]
         result = fine_tune(
             encoded.encoder,
             self.labelled(images),
-            images.labelled()[1],
+            test,
             self.plan()[1],
             augment=images.augment,
             seed=images.seed,
             progress=progress,
         )
-        return asdict(result)
+        return result.numbers(test, images.seed)
 
 
-CHANGES = tuple(field.name for field in fields(FineTuned) if field.name != "recipe")
+CHANGES = tuple(each.name for each in fields(FineTuned) if each.name != "recipe")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def write(
     load: str,
 ) -> str:  # fmt: skip
     """The card's text for the file ``name``, which holds ``data`` in the format ``to``."""
-    federated = run.bound == "none"
+    federated = run.sends
     contents = {
         "name": name,
         "to": to,

@@ -78,8 +78,8 @@ clients with 1,000 images of 32 pixels each, per exchange, with a ResNet-18; `fu
 predicts a whole run. *Usually run with* is what a run has that names only the method; files and
 options come first. Defaults of options are those beside a ResNet-18; `furlong methods NAME
 --encoder small` has those beside the small encoder. Any averaging method combines with any rule of
-the server (`--server.rule`, see [guide.md](guide.md)) and with both bounds (`--bound single`,
-`--bound pooled`). What uploads can reveal is in [privacy.md](privacy.md).
+the server (`--server.rule`, see [guide.md](guide.md)) and with the bounds (`--bound single`,
+`--bound pooled`, `--bound without:SITE`). What uploads can reveal is in [privacy.md](privacy.md).
 """
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from furlong.methods import METHODS
 from furlong.reports import figures, parts, tables
+from furlong.reports.columns import Key, column_title
 from furlong.reports.figures import Drawing
-from furlong.reports.formats import column_title
 from furlong.reports.rendering import render
-from furlong.reports.tables import Group, Key, TableRow
+from furlong.reports.tables import Group, TableRow
 from furlong.runs.folder import write_file
 from furlong.runs.record import Line
 from furlong.words import duration, percent, plural, size
@@ -170,6 +170,7 @@ def _drawings(group: Group, logs: Logs) -> Iterator[Drawing]:
     if main is not None:
         yield from _price(group, main)
     yield from _courses(group, logs)
+    yield from _few_labels(group)
     if main is not None:
         yield from _ablations(group, main)
 
@@ -192,6 +193,22 @@ def _accuracy(group: Group, main: Key) -> Drawing:
     )
 
 
+def _few_labels(group: Group) -> Iterator[Drawing]:
+    """A line per row over the share of the labels, if several shares were measured."""
+    lines: dict[str, list[figures.Points]] = {}
+    for row in group.rows:
+        whose = ["random" if row.reference else run.finished.who for run in row.runs]
+        found: list[figures.Points] = [
+            sorted(parts.over_labels(run.measured, who).items())
+            for run, who in zip(row.runs, whose, strict=True)
+        ]
+        if runs := [points for points in found if len(points) > 1]:
+            lines[row.label] = runs
+    if lines:
+        reference = {row.label: len(group.own) for row in group.rows if row.reference}
+        yield parts.few_labels(lines, _slots(group) | reference)
+
+
 def _price(group: Group, main: Key) -> Iterator[Drawing]:
     points = [
         (row.label, sum(row.sent), row.cells[main].mean, row.cells[main].std)
@@ -203,7 +220,7 @@ def _price(group: Group, main: Key) -> Iterator[Drawing]:
     levels = {
         row.label: row.cells[main].mean
         for row in group.rows
-        if main in row.cells and not row.federated and (row is group.rows[0] or not row.reference)
+        if main in row.cells and row.sent is None and (row is group.rows[0] or not row.reference)
     }
     words = ("sent per client, both ways", "test accuracy")
     cheapest, dearest = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])

@@ -168,6 +168,21 @@ def compared(
     return figure
 
 
+def shares(
+    series: Mapping[str, Sequence[Points]], slots: Mapping[str, int] | None = None
+) -> Figure:
+    """Accuracy over the share of the labels on a log scale: as :func:`compared`, not by round."""
+    figure = compared(series, "test accuracy", slots=slots, unit="%")
+    axes = figure.axes[0]
+    axes.set_xlabel("labels used")
+    axes.set_xscale("log")
+    ticks = sorted({x for runs in series.values() for points in runs for x, _ in points})
+    axes.set_xticks(ticks)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(_FORMATS["%"])
+    return figure
+
+
 def versus(
     points: Sequence[tuple[str, float, float, float | None]],
     xlabel: str,
@@ -237,6 +252,7 @@ def plane(
     labels: Sequence[int] | None,
     clients: Sequence[int],
     classes: Sequence[str] = (),
+    names: Sequence[str] = (),
 ) -> Figure:
     """Points N×2 in the unit square, coloured by class and marked by client.
 
@@ -261,11 +277,18 @@ def plane(
     axes.set_xticks([])
     axes.set_yticks([])
     if 1 < len(marks) <= len(_MARKS):
-        names = {f"client {k}": (mark, GREY) for k, mark in marks.items()}
-        _key(figure, names, "outside upper left")
+        coloured = labels is None
+        owners = {
+            _short(names[k]) if k < len(names) else f"client {k}": (
+                mark,
+                _CLASSES[k % len(_CLASSES)] if coloured else GREY,
+            )
+            for k, mark in marks.items()
+        }
+        _key(figure, owners, "outside upper left")
     if labels is not None and len(classes) <= len(_CLASSES):
-        names = {_short(name): ("o", _CLASSES[k]) for k, name in enumerate(classes)}
-        _key(figure, names, "outside lower left")
+        kinds = {_short(name): ("o", _CLASSES[k]) for k, name in enumerate(classes)}
+        _key(figure, kinds, "outside lower left")
     return figure
 
 

@@ -7,23 +7,14 @@ import io
 import re
 from collections.abc import Sequence
 
-from furlong.reports import printed
+from furlong.evaluation.metrics import MEASURES
+from furlong.reports import measures
+from furlong.reports.columns import column_title
 from furlong.reports.significance import FEWEST, LEVEL, Difference
-from furlong.reports.tables import PROTOCOLS, Group, Key, Spread, kind_of
+from furlong.reports.tables import Group, Spread
 from furlong.words import duration, plural, points, size
 
 # ---------------------------------------------------------------- words
-
-
-def column_title(column: Key) -> str:
-    """A protocol as a heading."""
-    name, share = column
-    word, target, options, elsewhere = printed.parts(name)
-    title = PROTOCOLS.get(kind_of(name), word)
-    title += f" {target}" if target else ""
-    title += f" on {elsewhere}" if elsewhere else ""
-    title += "".join(f", {option}" for option in options)
-    return title if share == 1 else f"{title}, {100 * share:g} % of the labels"
 
 
 RANK = (
@@ -31,6 +22,11 @@ RANK = (
     "measured without labels. Far below the random encoder's the features are collapsing; a higher "
     "one alone is no merit."
 )
+
+
+def voters(k: int) -> str:
+    """How many neighbours vote."""
+    return f"kNN: the k = {k} nearest training images vote."
 
 
 def notes(group: Group) -> list[str]:
@@ -43,6 +39,8 @@ def notes(group: Group) -> list[str]:
     seeds = plural(high, "seed") if low == high else f"{low} to {high} seeds"
     deviation = " ± standard deviation" if high > 1 else ""
     lines = [f"Test accuracy in percent, mean{deviation} over {seeds} (n)."]
+    if ("knn", 1.0) in group.columns:
+        lines.append(voters(group.setting["evaluate.k"]))
     if len(group.own) > 1:
         lines.append(_significance(group))
     return [*lines, *rank, *group.notes, *paper_notes(group)]
@@ -149,6 +147,11 @@ def markdown(groups: Sequence[Group]) -> str:
         lines += [_line(row, "*" if kind == "paper" else "") for kind, row in rows]
         below = [*notes(group), *verdicts(group)]
         lines += ["", *(f"- {_escaped(text)}" for text in below), ""]
+        for sheet in measures.of_group(group):
+            lines += [f"**{_escaped(sheet.title)}**", "", _line(sheet.heading)]
+            lines.append("|---|" + "---:|" * (len(sheet.heading) - 1))
+            lines += [*map(_line, sheet.rows), ""]
+            lines += [*(f"- {_escaped(text)}" for text in sheet.notes), ""]
     return "\n".join(lines)
 
 
@@ -166,7 +169,7 @@ def comma_separated(groups: Sequence[Group]) -> str:
     """A line per number: for a spreadsheet or a program."""
     heading = ["setting", "kind", "method", "protocol", "labels", "n", "accuracy", "std"]
     heading += ["effective_rank", "bytes_up_per_client", "bytes_down_per_client", "seconds"]
-    heading += ["baseline", "difference", "p", "p_holm", "note"]
+    heading += ["baseline", "difference", "p", "p_holm", "note", *MEASURES[1:]]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(heading)
@@ -179,7 +182,8 @@ def comma_separated(groups: Sequence[Group]) -> str:
                 gap = row.differences.get(column)
                 tested = [group.baseline, gap.mean, gap.p, gap.corrected] if gap else [None] * 4
                 about = [group.title, kind, row.label, *column, len(spread.values)]
-                writer.writerow([*about, spread.mean, spread.std, *cost, *tested, None])
+                more = [measures.mean_of(row, column, name) for name in MEASURES[1:]]
+                writer.writerow([*about, spread.mean, spread.std, *cost, *tested, None, *more])
             for beside in row.printed:
                 for column, p in beside.cells.items():
                     about = [group.title, f"printed in {p.source}", row.label, *column, None]

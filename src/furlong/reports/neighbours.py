@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ from PIL import Image
 from furlong.data.decode import Unusable, decode, printable
 from furlong.data.folders import scan
 from furlong.reports.embed import Found, text
+from furlong.reports.pictures import as_uri
 from furlong.reports.rendering import render
 
 THUMB = 192  # pixels of the longer side
@@ -61,12 +60,4 @@ def thumbnail(path: Path) -> str | None:
         return None
     image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
     image.thumbnail((THUMB, THUMB))
-    buffer = io.BytesIO()
-    # small images whole, as their pixels are looked at one by one
-    if max(image.size) <= 96:
-        image.save(buffer, "PNG", optimize=True)
-        kind = "png"
-    else:
-        image.save(buffer, "JPEG", quality=85)
-        kind = "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return as_uri(image)

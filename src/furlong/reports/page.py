@@ -7,17 +7,19 @@ be made too.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from furlong.methods import METHODS
-from furlong.reports import figures, parts, tables
+from furlong.reports import figures, measures, parts, tables
+from furlong.reports.columns import Key, column_title, kind_of
 from furlong.reports.figures import Drawing
-from furlong.reports.formats import RANK, column_title
+from furlong.reports.formats import RANK, voters
 from furlong.reports.rendering import render
-from furlong.reports.tables import Key, MeasuredRun
+from furlong.reports.tables import MeasuredRun
+from furlong.runs.config import WITHOUT
 from furlong.runs.folder import write_file
 from furlong.runs.record import UNTRAINED, Line, damaged
 from furlong.words import percent, size
@@ -34,14 +36,29 @@ BOUNDS = {
     "pooled": "all images were put in one place",
 }
 BOLD = "The bold line is the clients' mean, weighted by their numbers of images."
+PLANES = {  # file -> how the map was made, and how to read it
+    "tsne.json": (
+        "by t-SNE (perplexity 30, from the PCA).",
+        "Near points are alike to the encoder; sizes of groups and distances between them mean "
+        "little.",
+    ),
+    "map.json": (
+        "by their two principal components.",
+        "Far points are unlike to the encoder; near ones may differ in what the plane does not "
+        "show. furlong report --tsne makes a map in which near points are alike.",
+    ),
+}
 FROZEN = ("knn", "linear", "linear-crops")
 TUNED = ("semi", "federated", "transfer")
 
 
-def build(run: Path, drawings: Path | None = None) -> Path:
+def build(
+    run: Path, drawings: Path | None = None, pictures: Mapping[str, Any] | None = None
+) -> Path:
     """Write ``run``/report.html; the same files give the same bytes.
 
-    ``drawings``: a folder for the figures as .svg and .png files.
+    ``drawings``: a folder for the figures as .svg and .png files; ``pictures``: what
+    :func:`furlong.reports.pictures.pictures` gives, only for whoever asked for it.
     """
     record = MeasuredRun.open(run)
     lines = record.lines()
@@ -52,8 +69,10 @@ def build(run: Path, drawings: Path | None = None) -> Path:
         "quoted_config": shlex.quote(str(run / "config.toml")),
         "done": lines[-1].round + 1 if lines else 0,
         "rounds_seen": len({line.round for line in lines}),
-        "bound": BOUNDS.get(record.bound),
+        "bound": _bound(record.bound),
         "results": list(_results(record)),
+        "beside": measures.of_run(record.measured),
+        "few_labels": list(_few_labels(record)),
         "headline": _headline(record),
         "printed": list(_printed(record)),
         "curves": [*_curves(record, lines), *_plane(record)],
@@ -62,14 +81,22 @@ def build(run: Path, drawings: Path | None = None) -> Path:
         "trouble": parts.trouble(record.method, lines),
         "split": list(parts.split_drawings(record.split)),
         "method": METHODS.get(record.method),
-        "traffic": parts.traffic(lines) if record.bound == "none" else None,
+        "traffic": parts.traffic(lines) if record.sends else None,
         "failures": parts.failures(lines),
+        "pictures": pictures,
     }
     write_file(run / "report.html", render("report.html.jinja", contents).encode())
     if drawings is not None:
-        drawn = (contents[name] for name in ("curves", "reasons", "split"))
+        drawn = (contents[name] for name in ("few_labels", "curves", "reasons", "split"))
         figures.save_all(chain.from_iterable(drawn), drawings)
     return run / "report.html"
+
+
+def _bound(bound: str) -> str | None:
+    """What was bounded, in words; ``None`` for a federation."""
+    if bound.startswith(WITHOUT):
+        return f"the federation of all but the site {bound.removeprefix(WITHOUT)}"
+    return BOUNDS.get(bound)
 
 
 # ---------------------------------------------------------------- numbers
@@ -81,7 +108,7 @@ def _results(run: MeasuredRun) -> Iterator[dict[str, Any]]:
     What the clients tuned themselves is a table of its own.
     """
     for federated in (False, True):
-        kinds = [(tables.kind_of(row.protocol) == "federated", row) for row in run.measured]
+        kinds = [(kind_of(row.protocol) == "federated", row) for row in run.measured]
         columns, table = tables.by_encoder(row for tuned, row in kinds if tuned == federated)
         ranks = {} if federated else run.ranks
         people = dict.fromkeys([*table, *ranks])
@@ -93,13 +120,13 @@ def _results(run: MeasuredRun) -> Iterator[dict[str, Any]]:
                 "ranks": ranks,
                 "rows": [row for row in named if not row[1].endswith(" alone")],
                 "alone": [row for row in named if row[1].endswith(" alone")],
-                "notes": [*_how(columns, table), *([RANK] if ranks else [])],
+                "notes": [*_how(columns, table, run), *([RANK] if ranks else [])],
             }
 
 
-def _how(columns: Sequence[Key], people: Iterable[str]) -> Iterator[str]:
+def _how(columns: Sequence[Key], people: Iterable[str], run: MeasuredRun) -> Iterator[str]:
     """What was done to the encoder for the columns of a table."""
-    every = [(tables.kind_of(column[0]), column_title(column)) for column in columns]
+    every = [(kind_of(column[0]), column_title(column)) for column in columns]
     for kinds, words in (
         (FROZEN, "the encoder is frozen, a classifier works on what it gives."),
         (TUNED, "the encoder itself is trained further, with labels."),
@@ -107,6 +134,13 @@ def _how(columns: Sequence[Key], people: Iterable[str]) -> Iterator[str]:
         if names := "; ".join(title for kind, title in every if kind in kinds):
             capital = names if names.startswith("kNN") else names[:1].upper() + names[1:]
             yield f"{capital}: {words}"
+    if ("knn", 1.0) in columns:
+        yield voters(run.settings["evaluate"]["k"])
+    if left := [column_title(column) for column in columns if " on site " in column[0]]:
+        yield (
+            f"{'; '.join(left)}: on the test images of the site that took no part; the labels of "
+            "the others, without that site's."
+        )
     if any(kind == "classifier" for kind, _ in every):
         yield "own classifier: of the method, which learnt from labels during the run."
     if any(", exchange " in who for who in people):
@@ -143,6 +177,22 @@ def _before(run: MeasuredRun, column: Key) -> str:
 # ---------------------------------------------------------------- figures
 
 
+def _few_labels(run: MeasuredRun) -> Iterator[Drawing]:
+    """The linear probe over the share of the labels, if it was measured with few."""
+    named = {who: ENCODERS.get(who, who).split(":")[0].split(" (")[0] for who in _people(run)}
+    lines = {
+        name: [sorted(parts.over_labels(run.measured, who).items())] for who, name in named.items()
+    }
+    lines = {name: points for name, points in lines.items() if len(points[0]) > 1}
+    if lines:
+        yield parts.few_labels(lines)
+
+
+def _people(run: MeasuredRun) -> list[str]:
+    """Whose encoders a figure shows: the random one, and what the run trained."""
+    return ["random", *([run.summary.who] if run.summary else [])]
+
+
 def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
     yield from _losses(lines)
     untrained = parts.untrained(lines)
@@ -173,7 +223,7 @@ def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
             f"first {first[2]:.1f}°, at last {last[2]:.1f}°.",
             "angles",
         )
-    if run.bound == "none" and lines:
+    if run.sends and lines:
         sent = {way: _sum_up(lines, f"bytes_{way}") for way in ("up", "down")}
         sums = ", ".join(f"{size(points[-1][1])} {way}" for way, points in sent.items())
         yield Drawing(
@@ -228,24 +278,23 @@ def _ends(points: Sequence[tuple[int, float]]) -> str:
 
 
 def _plane(run: MeasuredRun) -> Iterator[Drawing]:
-    """The representations in the plane, if ``furlong report --tsne`` has made them."""
+    """The representations in the plane: as the run left them, or by ``furlong report --tsne``."""
     kept = run.plane
     if kept is None:
         return
+    sites = (run.split.names if run.split else None) or []
     try:
-        figure = figures.plane(kept.points, kept.labels, kept.clients, kept.classes)
+        figure = figures.plane(kept.points, kept.labels, kept.clients, kept.classes, sites)
     except (TypeError, ValueError, IndexError):
-        raise damaged(
-            run.path / "tsne.json", "move it away, or make it again with --tsne"
-        ) from None
+        raise damaged(run.path / kept.file, "move it away, or make a map with --tsne") from None
     coloured = "client" if kept.labels is None else "class, marks tell the client that holds it"
     whose = " (the first client's encoder)" if run.bound == "single" else ""
+    how = PLANES[kept.file]
     yield Drawing(
         figure,
-        f"Representations of {len(kept.points):,} training images{whose} in the plane, by t-SNE "
-        f"(perplexity 30, from the PCA). Colours tell the {coloured}. Near points are alike to the "
-        "encoder; sizes of groups and distances between them mean little.",
-        "tsne",
+        f"Representations of {len(kept.points):,} training images{whose} in the plane, {how[0]} "
+        f"Colours tell the {coloured}. {how[1]}",
+        Path(kept.file).stem,
     )
 
 

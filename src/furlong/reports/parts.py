@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,9 +13,10 @@ from furlong.evaluation.quality import diagnosis, in_words
 from furlong.methods import METHODS
 from furlong.reports import figures
 from furlong.reports.figures import Drawing
-from furlong.runs.record import Line, Split
+from furlong.runs.record import Line, Result, Split
 
 MOST_FAILURES = 50  # rows of the table
+MOST_NAMES = 20  # sites that a caption lists
 
 
 def traffic(lines: Sequence[Line]) -> dict[str, dict[str, int]]:
@@ -67,6 +68,30 @@ def explained(methods: Iterable[str], name: str) -> str:
     return next((words[name] for words in known if name in words), "As the method logs it.")
 
 
+def over_labels(results: Iterable[Result], who: str) -> dict[float, float]:
+    """Share of the labels -> accuracy of the linear probe on ``who``'s features."""
+    found = {}
+    for row in results:
+        plain = "linear" if row.labels == 1 else f"linear-{100 * row.labels:g}"
+        if row.who == who and row.protocol == plain:
+            found[row.labels] = row.accuracy
+    return found
+
+
+def few_labels(
+    lines: Mapping[str, Sequence[figures.Points]], slots: Mapping[str, int] | None = None
+) -> Drawing:
+    """A line per name, of one or several runs: accuracy over the share of the labels."""
+    several = any(len(runs) > 1 for runs in lines.values())
+    band = " Bands: one standard deviation over the seeds." if several else ""
+    return Drawing(
+        figures.shares(lines, slots),
+        "Test accuracy of the linear probe when only a share of the training images has labels, "
+        f"at least one of every class. What few labels reach is what an encoder is for.{band}",
+        "few-labels",
+    )
+
+
 def split_drawings(split: Split | None) -> Iterator[Drawing]:
     """Who holds what, and how many false negatives that makes."""
     if split is None:
@@ -74,17 +99,19 @@ def split_drawings(split: Split | None) -> Iterator[Drawing]:
     low, high = min(split.sizes), max(split.sizes)
     spread = f"{low:,}" + (f" to {high:,}" if low < high else "")
     held = f"Partition {split.partition}: {len(split.sizes):,} clients with {spread} images each."
+    named = ""
+    if split.names:
+        listed = ", ".join(f"{k}: {name}" for k, name in enumerate(split.names[:MOST_NAMES]))
+        named = f" ({listed}{', …' if len(split.names) > MOST_NAMES else ''})"
     if split.class_counts is None:
-        more = "The images have no labels."
-        if split.names:
-            listed = ", ".join(f"{k}: {name}" for k, name in enumerate(split.names))
-            more = f"The images are on the sites ({listed})."
+        more = f"The images are on the sites{named}." if named else "The images have no labels."
         yield Drawing(figures.sizes(split.sizes), f"{held} {more}", "partition")
         return
     below = betas(split.beta_cib, split.beta_hetero_m2)
     yield Drawing(
         figures.heat_map(split.class_counts, split.classes, below=below),
-        f"{held} A cell is a client's number of images of a class. β-CIB {split.beta_cib:.4f} "
+        f"{held}{f' Clients{named}.' if named else ''} A cell is a client's number of images of a "
+        f"class. β-CIB {split.beta_cib:.4f} "
         f"bits; β-hetero {split.beta_hetero_m2:.4f} bits (divided by M²), "
         f"{split.beta_hetero_mm1:.4f} bits (by M(M−1)). 0 is an even split.",
         "partition",

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from furlong.reports import formats, tables
+from furlong.reports import columns, formats, measures
 from furlong.words import duration, percent, size
 
 
@@ -30,8 +30,9 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     made.filters |= {"size": size, "percent": percent, "duration": duration, "cell": _cell}
-    made.filters |= {"column_title": formats.column_title, "word": tables.word, "words": _words}
+    made.filters |= {"column_title": columns.column_title, "word": columns.word, "words": _words}
     made.globals |= {"notes": formats.notes, "verdict": formats.verdict}
+    made.globals |= {"sheets": measures.of_group}
     return made
 
 

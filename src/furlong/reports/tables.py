@@ -17,25 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from furlong.errors import FurlongError, nearest
-from furlong.evaluation.linear import RECIPES
 from furlong.reports import printed
+from furlong.reports.columns import PROTOCOLS, Key, kind_of, measured_by, word
 from furlong.reports.significance import FEWEST, Difference, holm, paired
-from furlong.runs.config import Config, all_facts, is_place
+from furlong.runs.config import Config, all_facts
 from furlong.runs.grid import GRID
 from furlong.runs.record import UNTRAINED, Result, RunRecord
 from furlong.words import plural
 
 ROW = ("method.name", "run.bound", "run.seed")  # told by a row's name and its seeds
-PROTOCOLS = {
-    "knn": "kNN",
-    "linear": "linear probe",
-    "linear-crops": "linear probe on crops",
-    "classifier": "own classifier",
-    "semi": "tuned in one place",
-    "federated": "tuned by the clients",
-    "transfer": "transfer to",
-}
-Key = tuple[str, float]  # protocol and share of the labels
 
 
 class MeasuredRun(RunRecord):
@@ -118,8 +108,8 @@ class TableRow:
 
     @property
     def sent(self) -> tuple[float, float] | None:
-        """Bytes per client, up and down, on average over the seeds; a bound sends nothing."""
-        if not self.federated:
+        """Bytes per client, up and down, on average over the seeds; alone and pooled: none."""
+        if self.reference or not self.runs[0].sends:
             return None
         each = [run.finished for run in self.runs]
         up = statistics.fmean(summary.bytes_up / summary.clients for summary in each)
@@ -213,57 +203,6 @@ def grid_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return kept if isinstance(kept, dict) and isinstance(kept.get("cells"), list) else {}
-
-
-def measured_by(row: Result, settings: Mapping[str, Any]) -> str:
-    """The protocol of a result, named with what was set otherwise than in the run.
-
-    ``knn`` with ``--evaluate.k 1`` is ``knn:k=1``; other images are named too.
-    """
-    protocol, target, options, elsewhere = printed.parts(row.protocol)
-    given, usual = row.settings, _usual(protocol, settings)
-    other = {k: v for k, v in given.items() if k in usual and v != usual[k]}
-    if "recipe" in other:  # which says the rest
-        other = {k: v for k, v in other.items() if k in ("recipe", "seed")}
-    for key, value in given.items():  # what the row says was given anew: data.images = 10
-        nested = value if isinstance(value, Mapping) else {key: value} if "." in key else {}
-        other |= {k: v for k, v in nested.items() if not _said(k, usual)}
-    asked = {option.partition("=")[0] for option in options}
-    words = [f"{k}={word(v)}".replace(":", " ") for k, v in other.items() if k not in asked]
-    own = settings["data"].get("name")
-    if not elsewhere and protocol != "transfer" and row.data not in (None, own):
-        elsewhere = str(row.data)
-    whole = ":".join([protocol, *filter(None, [target]), *options, *words])
-    return f"{whole} on {elsewhere}" if elsewhere else whole
-
-
-def _usual(protocol: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a protocol takes from the run's settings, if nothing else is asked for."""
-    evaluate = settings.get("evaluate", {})
-    usual: dict[str, Any] = {"seed": settings["run"].get("seed", 0)}
-    if protocol == "knn":
-        usual |= {k: evaluate.get(k) for k in ("k", "temperature")}
-    elif protocol == "linear":
-        probe = evaluate.get("probe", "none")
-        usual["recipe"] = "default" if probe == "none" else probe
-        recipe = asdict(RECIPES[usual["recipe"]]) if usual["recipe"] in RECIPES else {}
-        usual |= {k: v for k, v in recipe.items() if k in ("epochs", "lr", "batch_size")}
-    elif protocol.startswith("federated"):
-        usual |= {k: settings["data"].get(k) for k in ("partition", "clients")}
-    return usual
-
-
-def _said(name: str, usual: Mapping[str, Any]) -> bool:
-    """Whether no result depends on a setting, or the protocol's name tells it anyway."""
-    key = name.partition(".")[2]
-    told = key in usual or name in ("data.name", "evaluate.probe")
-    return told or is_place(name)
-
-
-def kind_of(protocol: str) -> str:
-    """``semi`` of ``semi-10:epochs=5``."""
-    word = printed.parts(protocol)[0]
-    return word if word in PROTOCOLS else word.partition("-")[0]
 
 
 def by_encoder(rows: Iterable[Result]) -> tuple[list[Key], dict[str, dict[Key, Result]]]:
@@ -373,13 +312,6 @@ def differing(runs: Sequence[MeasuredRun]) -> list[str]:
     every = [run.others() for run in runs]
     names = dict.fromkeys(key for own in every for key in own)
     return [key for key in names if len({repr(own.get(key)) for own in every}) > 1]
-
-
-def word(value: Any) -> str:
-    """A setting's value."""
-    if isinstance(value, list | tuple):
-        return ", ".join(map(word, value))
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _spreads(

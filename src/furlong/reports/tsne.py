@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.errors import FurlongError
-from furlong.evaluation.features import features
 from furlong.runs.datasets import load_data
 from furlong.runs.folder import RunFolder
+from furlong.runs.plane import FEWEST, MOST, points
 from furlong.runs.saved_encoder import load_encoder
 from furlong.runs.split import split_data
-from furlong.seeding import shuffled
 
 FILE = "tsne.json"
-MOST = 2000  # points: enough to see, and a page stays small
 PERPLEXITY = 30.0
 
 
@@ -30,8 +28,8 @@ def coordinates(features: Tensor, seed: int = 0) -> NDArray[np.float64]:
     except ImportError:
         raise FurlongError("t-SNE needs openTSNE: pip install openTSNE.") from None
     count = len(features)
-    if not 5 <= count <= MOST:
-        raise FurlongError(f"t-SNE of {count} points: give 5 to {MOST:,}.")
+    if not FEWEST <= count <= MOST:
+        raise FurlongError(f"t-SNE of {count} points: give {FEWEST} to {MOST:,}.")
     fitted = TSNE(
         perplexity=min(PERPLEXITY, (count - 1) / 3),
         initialization="pca",
@@ -51,20 +49,11 @@ def make(run: Path) -> Path:
     folder = RunFolder.open(run)
     encoder, settings = load_encoder(run), folder.record.config()
     train, _, _ = load_data(settings)
-    owner = torch.empty(len(train), dtype=torch.int64)
-    for client, rows in enumerate(split_data(settings, train).indices):
-        owner[rows] = client
-    chosen = shuffled(len(train), settings.run.seed, "t-SNE")[:MOST]
-    transform: Any = encoder.transform
-    vectors = features(encoder, train.pixels[chosen], transform)
-    points = coordinates(vectors, settings.run.seed)
-    folder.write(
-        FILE,
-        {
-            "points": [[round(float(x), 4), round(float(y), 4)] for x, y in points],
-            "labels": None if train.labels is None else train.labels[chosen].tolist(),
-            "clients": owner[chosen].tolist(),
-            "classes": list(train.classes),
-        },
-    )
+    split, seed = split_data(settings, train), settings.run.seed
+    transform: Callable[[Tensor], Tensor] = encoder.transform  # type: ignore[assignment]
+
+    def place(vectors: Tensor) -> Tensor:
+        return torch.from_numpy(coordinates(vectors, seed))
+
+    folder.write(FILE, points(encoder, train, split, transform, seed, place))
     return run / FILE

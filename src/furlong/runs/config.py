@@ -22,7 +22,8 @@ from furlong.runs import papers
 from furlong.settings import Fact, check, facts, setting
 
 T = TypeVar("T")
-Bound = Literal["none", "single", "pooled"]
+BOUNDS = ("none", "single", "pooled", "without:SITE")
+WITHOUT = "without:"  # before the name or number of the site that is left out
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,13 @@ class EvaluateSettings:
         role="watch",
         at_least=0,
     )
-    k: int = setting(200, "Neighbours of the kNN.", table=True, agree=False, at_least=1)
+    k: int = setting(
+        0,
+        "Neighbours of the kNN; 0: a tenth of the images, at most a class's share and 200.",
+        table=True,
+        agree=False,
+        at_least=0,
+    )
     temperature: float = setting(
         0.1, "Temperature of the kNN's votes.", table=True, agree=False, above=0
     )
@@ -211,7 +218,7 @@ class EvaluateSettings:
     )
     also: str = setting(
         "",
-        "More protocols at the end, as furlong evaluate names them: semi-1 is 1 % of the labels.",
+        "More protocols at the end, as furlong evaluate names them: linear-1,linear-10,semi-1.",
         role="watch",
     )
 
@@ -247,10 +254,17 @@ class RunSettings:
     out: str | None = setting(
         None, "Run folder (default: a new one below runs/).", role="place", short="out"
     )
-    bound: Bound = setting(
+    bound: str = setting(
         "none",
-        "none, or single (every client alone), or pooled (all data in one place).",
+        "none, or single (every client alone), or pooled (all data in one place), or without:SITE "
+        "(the federation of the others; SITE is a name of the natural partition, or a number).",
         short="bound",
+    )
+    track: str = setting(
+        "",
+        "Log to mlflow or wandb, too (both: separated by a comma); their own variables say where.",
+        role="place",
+        resume=True,
     )
     save_every: int = setting(1, "Rounds between checkpoints.", role="place", at_least=1)
     state_memory_mb: int = setting(
@@ -539,6 +553,24 @@ def _check(config: Config) -> None:
     recipes = {"none", *RECIPES}
     if probe not in recipes:
         raise FurlongError(f"evaluate.probe is {probe!r}. {nearest(probe, recipes)}")
+    check_bound(config.run.bound, "run.bound")
+    if config.run.bound.startswith(WITHOUT) and config.run.engine != "inprocess":
+        raise FurlongError(
+            f"run.bound is {config.run.bound!r}, which is for one machine. Across machines, start "
+            "the run without that site's node instead."
+        )
+
+
+def check_bound(bound: str, where: str) -> None:
+    """Refuse a word that is no bound; ``where`` names it."""
+    named = bound.startswith(WITHOUT) and bound != WITHOUT
+    if not named and bound not in BOUNDS[:-1]:
+        raise FurlongError(f"{where}: unknown bound {bound!r}. {nearest(bound, BOUNDS)}")
+
+
+def sends(bound: str) -> bool:
+    """Whether clients send anything; alone and pooled they do not."""
+    return bound not in ("single", "pooled")
 
 
 def without_none(value: Any) -> Any:

@@ -21,8 +21,9 @@ from furlong.seeding import seeded, shuffled, threads
 
 
 def who(settings: Config) -> str:
-    """What a run trains, in one word."""
-    return {"none": "federated", "single": "alone", "pooled": "pooled"}[settings.run.bound]
+    """What a run trains, in a word or two: ``federated``, ``alone``, ``without DU``."""
+    bound = settings.run.bound
+    return {"none": "federated", "single": "alone"}.get(bound, bound.replace(":", " ", 1))
 
 
 def untrained(settings: Config) -> str:
@@ -65,6 +66,8 @@ def _made(
         else:
             made = {name: make(method, state, ctx)}
             seen = {name: torch.arange(len(prepared.train))}
+            if prepared.left_out is not None:
+                seen = {name: torch.cat(list(prepared.federation.rows.values())).sort()[0]}
         found = {name: module for name, module in made.items() if module is not None}
         for name, module in found.items() if method.bn_stats == "recalibrate" else ():
             _recalibrate(prepared, module, seen[name])

@@ -59,6 +59,8 @@ def settings_of(place: Path, overrides: Mapping[str, Any] | None = None) -> Conf
     """A run's settings, or those that an exported encoder suggests, with ``overrides``."""
     given = dict(overrides or {})
     if not place.is_file():
+        if {"data", "data.name", "data.images"} & {*given}:  # k follows the images
+            given.setdefault("evaluate.k", 0)
         return RunRecord.open(place).config(given)
     name = str(read_encoder(place)[0].get("data", "shapes"))
     if "data" not in given and "data.name" not in given:
@@ -210,6 +212,7 @@ class Bench:
             for name, kinds in MATTERS.items()
             for section, key in [name.split(".")]
             if kind in kinds and now[section][key] != then[section][key]
+            if name != "evaluate.k" or now[section][key]  # else it follows the images
         }
 
 

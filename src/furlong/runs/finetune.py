@@ -8,7 +8,7 @@ much higher numbers on non-IID splits: the two are never to be mixed in one tabl
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,9 +23,9 @@ from furlong.core.weights import snapshot
 from furlong.data.augment import crop_flip
 from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
-from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
-from furlong.evaluation.semi import stratified
-from furlong.evaluation.tuning import TuningResult, accuracy, new_head
+from furlong.evaluation.metrics import top1
+from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent, stratified
+from furlong.evaluation.tuning import TuningResult, class_scores, new_head
 from furlong.methods.base import Model
 from furlong.methods.fedavg import FedAvg
 from furlong.nn.encoders import out_dim
@@ -105,6 +105,7 @@ class Federated(Protocol):
 
     kind: ClassVar[str] = "federated"
     with_random: ClassVar[bool] = True
+    needs_share: ClassVar[bool] = True
 
     labels: float = setting(1.0, "The share of the labels that is used.", above=0, at_most=1)
     rounds: int = setting(100, "Rounds of communication.", above=0)
@@ -158,12 +159,13 @@ class Federated(Protocol):
         with torch.random.fork_rng(devices=[]):
             model = method.classifier(state, server.context(Exchange(round=self.rounds)))
         chosen = torch.cat([federation.rows[client] for client in federation.clients])
-        found = TuningResult(
-            accuracy(model.to(setup.device), test, setup.augment),
-            accuracy(model, train.subset(chosen), setup.augment),
-            len(chosen),
-        )
-        return asdict(found)
+        scores = class_scores(model.to(setup.device), test, setup.augment)
+        own = train.subset(chosen)
+        assert own.labels is not None
+        assert test.labels is not None
+        trained = top1(class_scores(model, own, setup.augment), own.labels)
+        found = TuningResult(top1(scores, test.labels), trained, len(chosen), scores)
+        return found.numbers(test, images.seed)
 
 
 def _held(images: Images) -> ClientImages:

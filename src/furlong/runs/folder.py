@@ -3,8 +3,9 @@
 config.toml · partition.json · initial.json (what ``--init`` gave) · random.safetensors (the encoder
 before training) · metrics.jsonl (a line per exchange) · checkpoints/ · server/ (while it runs) ·
 tensorboard/ · summary.json · encoder.safetensors + encoder.json · adapter.safetensors (A and B, of
-which the encoder has the sum with its weights) · evaluations.json (what ``furlong evaluate``
-measured) · report.html · federation.json, nodes/, flower.log (on Flower). ``runs.record`` reads it.
+which the encoder has the sum with its weights) · map.json (representations in the plane) ·
+evaluations.json (what ``furlong evaluate`` measured) · report.html · federation.json, nodes/,
+flower.log (on Flower). ``runs.record`` reads it.
 """
 
 from __future__ import annotations

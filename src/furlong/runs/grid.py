@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from furlong.errors import FurlongError, nearest
+from furlong.errors import FurlongError
 from furlong.runs import config, loop, papers
 from furlong.runs.config import Config
 from furlong.runs.datasets import load_data
@@ -29,7 +29,6 @@ from furlong.runs.split import client_count, split_data
 from furlong.words import duration
 
 PER_CELL = ("method.name", "run.out", "run.bound")  # settings that a grid chooses
-BOUNDS = ("single", "pooled")
 ERROR = "error.txt"
 GRID = "compare.json"  # in a grid's folder: its command and its cells
 
@@ -139,8 +138,8 @@ def _settings(
     """The file, then the method's own table, then the options."""
     name, at, bound = label.rpartition("@")
     name, bound = (name, bound) if at else (label, "")
-    if at and bound not in BOUNDS:
-        raise FurlongError(f"--methods {label}: unknown bound {bound!r}. {nearest(bound, BOUNDS)}")
+    if at:
+        config.check_bound(bound, f"--methods {label}")
     own = {**tables.get(name, {}), **(tables.get(label, {}) if at else {})}
     name = str(own.pop("name", name))
     given: dict[str, Any] = {"method": name, "bound": bound or "none"}
@@ -166,7 +165,8 @@ def _check(cell: Cell) -> None:
     clients = client_count(cell.settings)
     if clients is None:  # only the images tell how many a natural partition has
         clients = there.get("data", {}).get("clients")
-    settings = resolved(cell.settings, cell.settings.make_method(), clients)
+    k = cell.settings.evaluate.k or there.get("evaluate", {}).get("k", 0)  # the images tell it, too
+    settings = resolved(cell.settings, cell.settings.make_method(), clients, k)
     wanted = tomllib.loads(settings.toml())
     for section in sorted({*there, *wanted}):
         for key in sorted({*there.get(section, {}), *wanted.get(section, {})}):

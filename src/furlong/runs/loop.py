@@ -24,7 +24,7 @@ from furlong.engines.blobs import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Images
 from furlong.nn.encoders import build_encoder
-from furlong.runs import checkpoint, config, observers
+from furlong.runs import checkpoint, config, observers, plane, trackers
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
 from furlong.runs.encoders import about, adapter, classifiers, encoders, untrained, who
@@ -32,9 +32,10 @@ from furlong.runs.folder import RunFolder
 from furlong.runs.nodes import Members
 from furlong.runs.observers import NOTHING_DONE, Event, Observer, Status
 from furlong.runs.prepare import Prepared, prepare
-from furlong.runs.results import at_the_end, final_rows, quality_rows
+from furlong.runs.results import at_the_end, final_rows, on_site, quality_rows
 from furlong.runs.saved_encoder import load_encoder
-from furlong.runs.split import describe_partition
+from furlong.runs.split import describe_partition, site_names
+from furlong.runs.trackers import Boards
 from furlong.seeding import threads
 
 Show = Callable[[Status], None]
@@ -89,6 +90,7 @@ def run(
         try:
             prepared = prepare(settings, members=None if session is None else session.members())
             at_the_end(settings.evaluate, _images(prepared))  # mistakes show before the training
+            trackers.named(settings.run.track)
         except BaseException:
             folder.discard()
             raise
@@ -178,13 +180,13 @@ def _train(
     else:
         state, done, totals = saved.server, saved.done, saved.counters
     random = _random_encoder(prepared, folder)
-    board = observers.TensorBoard(folder.path)
+    board = Boards(folder, prepared.config, say)
     with prepared.engine() if session is None else session.engine(prepared) as engine, board:
         engine.restore({} if saved is None else saved.clients)
         observe = _observers(prepared, folder, random, engine, board, show, say)
         total = len(server.exchanges())
         for result in server.run(engine, state, done):
-            if prepared.config.run.bound != "none":  # a bound sends nothing to anybody
+            if not config.sends(prepared.config.run.bound):
                 result = replace(result, up=Traffic(), down=Traffic())
             event = Event.after(result, totals, total)
             for observer in observe:
@@ -197,8 +199,10 @@ def _train(
     summary |= _measured(prepared, {untrained(prepared.config): random, **learnt}, state)
     if prepared.config.model.adapter != "none":
         folder.save_weights("adapter", adapter(prepared, state))
+    _draw_map(prepared, folder, next(iter(learnt.values())))
     folder.save_encoder(weights, about(prepared))
     folder.write("summary.json", summary)
+    board.finish(summary)
     if server.folder is not None:  # what clients sent, of use only to a run that goes on
         shutil.rmtree(server.folder, ignore_errors=True)
     return Run(folder.path, summary)
@@ -238,6 +242,22 @@ def _images(prepared: Prepared) -> Images:
     return Images(prepared.train, prepared.test, setup.augment, setup.seed)
 
 
+def _unseen(prepared: Prepared) -> Images | None:
+    """The test images of the site that is left out, beside the training images of the others."""
+    client, test, images = prepared.left_out, prepared.test, _images(prepared)
+    names = site_names(prepared.train, prepared.split)
+    known = images.has_labels and test is not None and test.groups is not None
+    if client is None or names is None or not known:
+        return None
+    assert test is not None
+    assert test.groups is not None
+    own = [test.group_names[group] == names[client] for group in test.groups.tolist()]
+    others = torch.cat([prepared.federation.rows[k] for k in prepared.federation.clients])
+    theirs = prepared.train.subset(others.sort()[0])
+    here = replace(test.subset(torch.tensor(own).nonzero()[:, 0]), name=f"site {names[client]}")
+    return replace(images, train=theirs, test=here) if len(here) else None
+
+
 def _measured(
     prepared: Prepared, found: Mapping[str, nn.Module], state: Any
 ) -> dict[str, list[dict[str, Any]]]:
@@ -250,10 +270,26 @@ def _measured(
     labelled, here = images.has_labels, len(images.train) > 0
     with threads(prepared.workers):
         settings = prepared.config.evaluate
+        rows = final_rows(settings, images, whose, own) if labelled else []
+        if (elsewhere := _unseen(prepared)) is not None:
+            few = replace(settings, also="")
+            rows += on_site(final_rows(few, elsewhere, whose, own), elsewhere)
         return {
-            "results": final_rows(settings, images, whose, own) if labelled else [],
+            "results": rows,
             "quality": quality_rows(images, whose) if here else [],
         }
+
+
+def _draw_map(prepared: Prepared, folder: RunFolder, encoder: nn.Module) -> None:
+    """map.json, of which a page draws the representations."""
+    setup, train = prepared.setup, prepared.train
+    if len(train) < plane.FEWEST:  # or they are all on other machines
+        return
+    with threads(prepared.workers):
+        found = plane.points(
+            encoder, train, prepared.split, setup.augment.plain, setup.seed, plane.principal
+        )
+    folder.write(plane.MAP, found)
 
 
 def _summary(prepared: Prepared, totals: Mapping[str, float], state: Any) -> dict[str, Any]:

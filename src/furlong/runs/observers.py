@@ -21,6 +21,7 @@ from furlong.errors import FurlongError
 from furlong.evaluation.angles import angles
 from furlong.evaluation.features import features
 from furlong.evaluation.knn import KNN
+from furlong.evaluation.metrics import top1
 from furlong.evaluation.protocol import Encoded, Images
 from furlong.evaluation.quality import QUALITY, LabelFree, State, diagnosis, in_words
 from furlong.runs import checkpoint
@@ -117,6 +118,7 @@ class Monitor:
         self._untrained: Numbers | None = None
         self._courses: dict[str, list[Numbers]] = {}  # whose encoder -> its measurements
         self._said: set[str] = set()
+        self._one_class = ""  # the class that kNN gave to all test images, last time
 
     def __call__(self, event: Event) -> None:
         """Every ``evaluate.knn_every`` exchanges and at the end."""
@@ -124,6 +126,7 @@ class Monitor:
         if event.last or event.done % every == 0:
             if self._untrained is None:
                 self._untrained = self.measure({"random": self._random})["random"]
+            self._one_class = ""
             each = self.measure(encoders(self._prepared, event.result.server))
             event.line.update(_means(each.values()), untrained=self._untrained)
             event.line.update(self._reasons(event))
@@ -150,7 +153,12 @@ class Monitor:
         if not self._images.has_labels:
             return {}
         encoded = Encoded(encoder, self._images, self._settings.monitor_images)
-        return {"knn": self._knn.measure(encoded)["accuracy"]}
+        votes, labels = self._knn.votes(encoded), encoded.features[3]
+        given = torch.unique(votes.argmax(dim=1)).tolist()
+        if len(given) == 1 < len(torch.unique(labels)):
+            classes = self._images.train.classes
+            self._one_class = classes[given[0]] if classes else str(given[0])
+        return {"knn": top1(votes, labels)}
 
     def _label_free(self, encoder: nn.Module) -> Numbers:
         if not len(self._images.train):  # they are all on other machines
@@ -173,7 +181,10 @@ class Monitor:
             return self._prepared.method.explain(event.result.server, batch, ctx)
 
     def _warn(self, each: Mapping[str, Numbers], untrained: Numbers) -> None:
-        """Say that a run is heading for collapse, or has collapsed; either once, the worse last."""
+        """Say that a run is heading for collapse, or has collapsed; either once, the worse last.
+
+        Where neither is so, say once that kNN has only one answer.
+        """
         states: dict[State, str] = {}  # state -> the first encoder that is in it
         for name, numbers in each.items():
             course = self._courses.setdefault(name, [])
@@ -188,6 +199,14 @@ class Monitor:
                 words = in_words(state, each[name], untrained)
                 self._say(f"warning ({name}): {words} {self._prepared.method.remedy}")
                 return
+        if self._one_class and "one class" not in self._said:
+            self._said.add("one class")
+            self._say(
+                f"warning: kNN gives every test image the class {self._one_class!r}, so its "
+                f"accuracy is only that class's share. Either {self._settings.k} neighbours are "
+                "too many for so few images (give a smaller --evaluate.k), or the encoder tells "
+                "nothing apart."
+            )
 
 
 def _means(each: Iterable[Numbers]) -> Numbers:
@@ -227,6 +246,19 @@ class Angles:
         event.line["angles"] = angles(*found).quantile(points).tolist() if len(found) > 1 else None
 
 
+def scalars(line: Mapping[str, Any]) -> Numbers:
+    """The numbers of a line of metrics.jsonl by the names that boards show."""
+    found = {
+        name: value
+        for name, value in line.items()
+        if isinstance(value, int | float) and name not in ("exchange", "round")
+    }
+    found |= {f"untrained/{name}": value for name, value in (line["untrained"] or {}).items()}
+    for client, measured in line["clients"].items():
+        found |= {f"clients/{client}/{name}": value for name, value in measured.items()}
+    return found
+
+
 class TensorBoard:
     """TensorBoard events; opened late because the import takes a second."""
 
@@ -248,14 +280,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step)
-        for name, value in line.items():
-            if isinstance(value, int | float) and name not in ("exchange", "round"):
-                self._writer.add_scalar(name, value, step)
-        for name, value in (line["untrained"] or {}).items():
-            self._writer.add_scalar(f"untrained/{name}", value, step)
-        for client, measured in line["clients"].items():
-            for name, value in measured.items():
-                self._writer.add_scalar(f"clients/{client}/{name}", value, step)
+        for name, value in scalars(line).items():
+            self._writer.add_scalar(name, value, step)
 
 
 def checkpoints(run: Path, engine: Engine, exchanges: Sequence[Exchange], every: int) -> Observer:

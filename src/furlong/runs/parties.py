@@ -23,6 +23,7 @@ from furlong.methods.wrappers.ruled import Ruled
 from furlong.nn.devices import pick_device
 from furlong.nn.encoders import build_encoder, evaluating, out_dim
 from furlong.runs.config import Config
+from furlong.runs.split import left_out
 
 
 def parties(settings: Config, train: ImageSet, split: Partition) -> tuple[AnyMethod, Federation]:
@@ -39,6 +40,8 @@ def parties(settings: Config, train: ImageSet, split: Partition) -> tuple[AnyMet
         return method, federation.pooled()
     if settings.run.bound == "single":
         return Alone(method), federation
+    if (client := left_out(settings, train, split)) is not None:
+        federation = federation.without(client)
     return ruled(method, settings, len(federation.rows)), federation
 
 

@@ -18,12 +18,13 @@ from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import default_workers
 from furlong.errors import FurlongError
-from furlong.runs.config import Config
+from furlong.evaluation.knn import neighbours
+from furlong.runs.config import Config, sends
 from furlong.runs.datasets import SITES, absolute, load_data, load_public
 from furlong.runs.initial import Initial, begun, located
 from furlong.runs.nodes import Members, own_size
 from furlong.runs.parties import augmentation, parties, setup_of
-from furlong.runs.split import split_data
+from furlong.runs.split import left_out, split_data
 
 DRAWN = "shapes"  # public images where none are named: they need no files
 
@@ -41,6 +42,11 @@ class Prepared:
     server: AnyServer
     notes: list[str]
     initial: Initial | None = None  # the weights that the encoder starts from, if it has any
+
+    @property
+    def left_out(self) -> int | None:
+        """The client that the bound ``without:SITE`` leaves out."""
+        return left_out(self.config, self.train, self.split)
 
     @property
     def setup(self) -> Setup:
@@ -123,11 +129,12 @@ def prepare(
         min_clients=settings.train.min_clients,
     )
     notes += _notes(settings, method, setup, training)
-    settings = resolved(settings, method, len(split.indices))
+    k = settings.evaluate.k or neighbours(len(train), train.n_classes)
+    settings = resolved(settings, method, len(split.indices), k)
     return Prepared(settings, method, train, test, split, federation, server, notes, initial)
 
 
-def resolved(settings: Config, method: AnyMethod, clients: int | None) -> Config:
+def resolved(settings: Config, method: AnyMethod, clients: int | None, k: int) -> Config:
     """The settings as a run writes them down: nothing is left open."""
     data, model = settings.data, settings.model
     return replace(
@@ -140,13 +147,14 @@ def resolved(settings: Config, method: AnyMethod, clients: int | None) -> Config
             clients=clients,
         ),
         model=replace(model, init=model.init and located(model.init)),
+        evaluate=replace(settings.evaluate, k=k),
     )
 
 
 def _notes(settings: Config, method: AnyMethod, setup: Setup, training: bool) -> list[str]:
     """What a user should know about these settings."""
     notes, name, bound = [], settings.method["name"], settings.run.bound
-    if bound != "none" and settings.server.rule != "mean":
+    if not sends(bound) and settings.server.rule != "mean":
         notes.append(
             f"server.rule = {settings.server.rule} plays no part: with bound = {bound} there is "
             "nothing to merge"

@@ -48,6 +48,12 @@ class Result:
     std: float | None = None  # over the clients, of a mean over them
     data: str | None = None  # the images that it was measured on
     settings: dict[str, Any] = field(default_factory=dict)
+    balanced_accuracy: float | None = None
+    auroc: float | None = None
+    average_precision: float | None = None
+    intervals: dict[str, list[float]] = field(default_factory=dict)  # by measure
+    resampled: dict[str, Any] = field(default_factory=dict)  # what, units, resamples
+    sites: dict[str, dict[str, float]] = field(default_factory=dict)  # measures by site
 
 
 @dataclass(frozen=True)
@@ -130,12 +136,13 @@ class Federation:
 
 @dataclass(frozen=True)
 class Plane:
-    """Representations in the plane: tsne.json."""
+    """Representations in the plane: tsne.json, or map.json (by principal components)."""
 
     points: list[list[float]]
     clients: list[int]
     classes: list[str]
     labels: list[int] | None = None
+    file: str = ""  # the one that it was read from
 
 
 # ---------------------------------------------------------------- checking
@@ -227,6 +234,11 @@ class RunRecord:
         return str(self.settings["run"].get("bound", "none"))
 
     @property
+    def sends(self) -> bool:
+        """Whether clients sent anything."""
+        return config.sends(self.bound)
+
+    @property
     def name(self) -> str:
         """The method, with its bound if it is one: ``fedu@pooled``."""
         return self.method if self.bound == "none" else f"{self.method}@{self.bound}"
@@ -294,8 +306,10 @@ class RunRecord:
 
     @property
     def plane(self) -> Plane | None:
-        """The representations in the plane, if ``furlong report --tsne`` has made them."""
-        return self._parsed(Plane, "tsne.json")
+        """The representations in the plane: by t-SNE, if somebody asked for that."""
+        name = "tsne.json" if (self.path / "tsne.json").exists() else "map.json"
+        found = self._parsed(Plane, name)
+        return None if found is None else replace(found, file=name)
 
     def lines(self) -> list[Line]:
         """The lines of metrics.jsonl, checked; read at every call, because they may be many."""

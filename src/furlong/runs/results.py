@@ -13,6 +13,7 @@ from furlong.errors import FurlongError
 from furlong.evaluation.features import features
 from furlong.evaluation.knn import KNN
 from furlong.evaluation.linear import Linear, LinearCrops
+from furlong.evaluation.metrics import grade
 from furlong.evaluation.protocol import Encoded, Images, Protocol, parse
 from furlong.evaluation.quality import LabelFree
 from furlong.evaluation.semi import Semi
@@ -48,16 +49,22 @@ def final_rows(
     for whose, encoder in encoders.items():
         encoded = Encoded(encoder, images)
         scores = [
-            {"protocol": name, "labels": each.labels, "accuracy": each.measure(encoded)["accuracy"]}
+            {"protocol": name, "labels": each.labels, **each.measure(encoded)}
             for name, each in asked.items()
         ]
         if whose in classifiers:
-            right = _right(classifiers[whose], images)
-            scores.append({"protocol": "classifier", "labels": 1.0, "accuracy": right})
+            numbers = _right(classifiers[whose], images)
+            scores.append({"protocol": "classifier", "labels": 1.0, **numbers})
         rows += [{"who": whose, **score} for score in scores]
     for protocol in sorted({row["protocol"] for row in rows}):
         rows += _mean_alone([row for row in rows if row["protocol"] == protocol])
     return rows
+
+
+def on_site(rows: Iterable[Result], images: Images) -> list[Result]:
+    """Rows measured on the test images of one site, which is named in the protocol."""
+    name = images.labelled()[1].name
+    return [{**row, "protocol": f"{row['protocol']} on {name}"} for row in rows]
 
 
 def at_the_end(settings: EvaluateSettings, images: Images) -> dict[str, Protocol]:
@@ -91,20 +98,29 @@ def _mean_alone(rows: Sequence[Result]) -> list[Result]:
     return [mean_and_spread(alone, "alone")] if alone else []
 
 
-def _right(classifier: nn.Module, images: Images) -> float:
-    """The share of test images whose highest score is their class's."""
+def _right(classifier: nn.Module, images: Images) -> dict[str, Any]:
+    """The share of test images whose highest score is their class's, and what is beside it."""
     test = images.labelled()[1]
     assert test.labels is not None
     scores = features(classifier, test.pixels, images.augment.plain)
-    return float((scores.argmax(dim=1) == test.labels).double().mean())
+    right = float((scores.argmax(dim=1) == test.labels).double().mean())
+    return {"accuracy": right, **grade(scores.softmax(dim=1), test, seed=images.seed)}
 
 
 def mean_and_spread(rows: Sequence[Result], name: str) -> Result:
-    """One row of ``name`` for those of several encoders: means, and of the accuracy ``std``."""
-    merged = {**rows[0], "who": name}
-    for key, value in rows[0].items():
-        if isinstance(value, float) and key != "labels":
-            merged[key] = float(_column(rows, key).mean())
+    """One row of ``name`` for those of several encoders: means, and of the accuracy ``std``.
+
+    An interval tells how sure one encoder's number is; of a mean over encoders there is none.
+    """
+    merged = {k: v for k, v in rows[0].items() if k not in ("intervals", "resampled")}
+    merged["who"] = name
+    merged |= _means(rows)
+    if "sites" in merged:
+        each = [row["sites"] for row in rows]
+        merged["sites"] = {
+            site: {**numbers, **_means([sites[site] for sites in each])}
+            for site, numbers in each[0].items()
+        }
     if "collapsed" in merged:
         merged["collapsed"] = any(row["collapsed"] for row in rows)
     if "accuracy" in merged:
@@ -112,5 +128,11 @@ def mean_and_spread(rows: Sequence[Result], name: str) -> Result:
     return merged
 
 
-def _column(rows: Iterable[Result], key: str) -> torch.Tensor:
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of every number that is no count."""
+    names = [k for k, v in rows[0].items() if isinstance(v, float) and k != "labels"]
+    return {name: float(_column(rows, name).mean()) for name in names}
+
+
+def _column(rows: Iterable[Mapping[str, Any]], key: str) -> torch.Tensor:
     return torch.tensor([row[key] for row in rows], dtype=torch.float64)

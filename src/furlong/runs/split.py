@@ -10,7 +10,8 @@ import torch
 from furlong.data.heterogeneity import beta_cib, beta_hetero, expected_false_negatives
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition, partition
-from furlong.runs.config import Config
+from furlong.errors import FurlongError, nearest
+from furlong.runs.config import WITHOUT, Config
 
 
 def split_data(settings: Config, train: ImageSet, seed: int | None = None) -> Partition:
@@ -24,6 +25,27 @@ def split_data(settings: Config, train: ImageSet, seed: int | None = None) -> Pa
         seed=settings.run.seed if seed is None else seed,
         groups=train.groups,
     )
+
+
+def site_names(train: ImageSet, split: Partition) -> list[str] | None:
+    """What the clients are called: the natural owners of their images; ``None``: only numbers."""
+    if split.name != "natural" or train.groups is None or not train.group_names:
+        return None
+    return [train.group_names[group] for group in torch.unique(train.groups).tolist()]
+
+
+def left_out(settings: Config, train: ImageSet, split: Partition) -> int | None:
+    """The client that the bound ``without:SITE`` leaves out, by its name or number."""
+    bound = settings.run.bound
+    if not bound.startswith(WITHOUT):
+        return None
+    site, names = bound.removeprefix(WITHOUT), site_names(train, split)
+    if names is not None and site in names:
+        return names.index(site)
+    if site.isdecimal() and int(site) < len(split.indices):
+        return int(site)
+    known = names or [str(k) for k in range(len(split.indices))]
+    raise FurlongError(f"run.bound is {bound!r}, but there is no such site. {nearest(site, known)}")
 
 
 def client_count(settings: Config) -> int | None:
@@ -50,6 +72,8 @@ def describe_partition(train: ImageSet, split: Partition) -> dict[str, Any]:
         "sizes": [len(rows) for rows in split.indices],
         "fingerprint": fingerprint(train, split),
     }
+    if (names := site_names(train, split)) is not None:
+        about["names"] = names
     if train.labels is not None:
         counts = split.class_counts(train.labels, train.n_classes)
         about |= {
