@@ -24,7 +24,7 @@ class FedSimSiam(WithPredictor, OneNetwork):
 
     paper = "Chen & He 2021 (SimSiam), averaged as in McMahan et al. 2017"
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
-    usual = {**USUAL, "optimiser.lr": 0.001, "train.rounds": 80}  # it learns slowly
+    usual = {**USUAL, "optimiser.lr": 0.0005, "train.rounds": 80}  # slowly, or it collapses
     usual_small = {"projection_head": "mlp:256:256:128:bn", "prediction_head": "mlp:256:128"}
     remedy = NO_NEGATIVES_REMEDY
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.core.context import ClientContext, Context
-from furlong.core.method import Local
+from furlong.core.method import USUAL, Local
 from furlong.core.weights import snapshot
 from furlong.errors import FurlongError
 from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Model, OneModel
@@ -40,6 +40,8 @@ class SSD(Projecting, OneModel[None]):
         "are not, since a softmax over so many small numbers would be flat. With more clients than "
         "dimensions some clients share one."
     )
+    # at γ = 1 a client's own dimensions take over; a mean over dimensions would be about this
+    usual = {**USUAL, "method.separation": 0.01}
     usual_small = {"projection_head": "mlp:256:192"}
     remedy = CONTRASTIVE_REMEDY
 
