@@ -22,7 +22,7 @@ from rich.table import Table
 from furlong.words import duration, points, size
 
 if TYPE_CHECKING:
-    from furlong.data.decode import Skipped
+    from furlong.data.reading import Skipped
     from furlong.runs.loop import Run
     from furlong.runs.observers import Status
 

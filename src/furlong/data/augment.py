@@ -214,7 +214,7 @@ class Augmentation:
             x.index_copy_(0, index, part + (part >= self.solarise_from) * (1 - 2 * part))
         if any(self.mean) or set(self.std) != {1.0}:
             mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-            if x.shape[1] == 1:  # grey images get the average of the colour statistics
+            if x.shape[1] != len(mean):  # other than colours get the average of their statistics
                 mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
             x.sub_(mean.to(x.device)[:, None, None]).div_(std.to(x.device)[:, None, None])
         return x

@@ -19,7 +19,7 @@ from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import default_workers
 from furlong.errors import FurlongError
 from furlong.runs.config import Config
-from furlong.runs.datasets import SITES, absolute, load_data, load_public
+from furlong.runs.datasets import SITES, absolute, absolute_roots, load_data, load_public
 from furlong.runs.nodes import Members, own_size
 from furlong.runs.parties import augmentation, parties, setup_of
 from furlong.runs.split import split_data
@@ -125,6 +125,7 @@ def resolved(settings: Config, method: AnyMethod, clients: int | None) -> Config
         data=replace(
             data,
             name=absolute(data.name),
+            root=data.root and absolute_roots(data.root),
             public=data.public and absolute(data.public),
             augment=augmentation(settings, method),
             clients=clients,

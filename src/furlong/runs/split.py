@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ import torch
 from furlong.data.heterogeneity import beta_cib, beta_hetero, expected_false_negatives
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition, partition
+from furlong.errors import FurlongError
 from furlong.runs.config import Config
 
 
 def split_data(settings: Config, train: ImageSet, seed: int | None = None) -> Partition:
-    """Who gets which images; ``seed`` is the run's if it is not given."""
-    return partition(
+    """Who gets which images; ``seed`` is the run's if it is not given.
+
+    An image with a weight is there as often as that says.
+    """
+    cut = partition(
         settings.data.partition,
         train.labels,
         client_count(settings),
@@ -24,6 +29,15 @@ def split_data(settings: Config, train: ImageSet, seed: int | None = None) -> Pa
         seed=settings.run.seed if seed is None else seed,
         groups=train.groups,
     )
+    if train.weights is None:
+        return cut
+    rows = tuple(train.weighted(each) for each in cut.indices)
+    if empty := [client for client, each in enumerate(rows) if not len(each)]:
+        raise FurlongError(
+            f"the weights leave client {empty[0]} without images ({len(empty)} client(s) in all): "
+            "correct the column 'weight', or leave these rows out."
+        )
+    return replace(cut, indices=rows)
 
 
 def client_count(settings: Config) -> int | None:
