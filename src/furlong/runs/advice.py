@@ -159,17 +159,15 @@ def _held(found: dict[str, Any], parts: list[Part]) -> int:
 
 def _batch(sizes: list[int], usual: int, clients: int, sites: bool) -> tuple[int, str]:
     """The method's usual batch, or half of it where most clients would take one step a round."""
-    least = sizes[0]
+    least, enough = sizes[0], statistics.median_low(sizes) >= 2 * usual
+    batch = usual if enough else usual // 2
     heap = "one client" if clients == 1 else f"each of {clients} clients"
     who = "the smallest site" if sites else heap
-    if least < usual:
+    if least < batch:
         few = f"{who} has {least:,} image{'' if least == 1 else 's'} only"
-        note = f"{few}, and makes one batch of them"
-    else:
-        note = f"the method's usual one; {who} has {least:,} images"
-    if statistics.median_low(sizes) < 2 * usual:
-        return usual // 2, f"half of the usual, for more steps; {note}"
-    return usual, note
+        return batch, f"{few}: one batch of its own size"
+    which = "the method's usual one" if enough else "half of the usual one, for more steps"
+    return batch, f"{which}; {who} has {least:,} images"
 
 
 def _steps_why(steps: list[int], rounds: int, sites: bool) -> str:
