@@ -126,6 +126,7 @@ def load_public(settings: Config, train: ImageSet) -> Shard:
         image_size=train.size[0],
         limit=d.public_images,
         cache=d.cache,
+        how=d.reading,
         seed=seed_of(settings.run.seed, "public") % 2**31,
     )
     if shown.channels != train.channels:

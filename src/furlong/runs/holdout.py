@@ -43,7 +43,7 @@ def hold_out(images: ImageSet, settings: Config) -> tuple[Tensor, Tensor, str]:
 def _called(settings: Config) -> str:
     """What images are kept together by, in words."""
     by = settings.data.holdout_by
-    return "patients or volumes" if by == "auto" else f"groups by {by}"
+    return "patients" if by == "auto" else f"groups by {by}"
 
 
 def _patients(images: ImageSet, settings: Config, most: int) -> Tensor:
