@@ -407,6 +407,14 @@ def test_labelled_folder_keeps_a_small_common_size(tmp_path: Path) -> None:
         load(f"folder:{tmp_path}", "test")
 
 
+def test_the_order_is_that_of_the_names(tmp_path: Path) -> None:
+    names = ["a#2.png", "a#10.png", "a!.png", "a.png"]
+    write_folder(tmp_path, {n: encode(noise(1, 8, 8, k)[0]) for k, n in enumerate(names)})
+    loaded = load(f"folder:{tmp_path}")
+    order = sorted(range(4), key=names.__getitem__)
+    assert same(loaded.pixels, np.concatenate([noise(1, 8, 8, k) for k in order]))
+
+
 def test_mixed_sizes_become_64_and_say_so(tmp_path: Path) -> None:
     sizes = {"0.png": (20, 20), "1.png": (30, 50), "2.png": (200, 100)}
     write_folder(tmp_path, {n: encode(noise(1, *s)[0]) for n, s in sizes.items()})

@@ -451,6 +451,14 @@ def test_arrays_of_any_number_of_channels(tmp_path: Path) -> None:
     assert decode(tmp_path / "grey.npy", None).shape == (3, 8, 9)
 
 
+def test_a_file_that_is_gone_is_skipped(tmp_path: Path) -> None:
+    with pytest.raises(Unusable, match="No such file"):
+        decode(Frame(tmp_path / "gone.nii", 3), None)
+    three = [Image.new("RGB", (8, 8), (9, 8, 7)) for _ in range(3)]
+    three[0].save(tmp_path / "a.tif", save_all=True, append_images=three[1:])
+    assert decode(tmp_path / "a.tif", None)[:, 0, 0].tolist() == [9, 8, 7]  # three pages, one used
+
+
 def test_pages_of_a_tiff_are_channels(tmp_path: Path) -> None:
     pages = [Image.fromarray((ramp() + 50 * k).astype(np.uint16)) for k in range(4)]
     pages[0].save(tmp_path / "a.tif", save_all=True, append_images=pages[1:])

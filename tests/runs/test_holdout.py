@@ -174,7 +174,7 @@ def test_weights_count_in_training_alone(manifest: Callable[..., str]) -> None:
 def test_evaluate_keeps_to_the_runs_own_holdout(
     manifest: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another seed or way of holding out must not show it images it was trained on."""
+    """Another seed or way of holding out must not test it on images that it was trained on."""
     from furlong.runs import evaluate
 
     out = tmp_path / "run"
@@ -188,8 +188,10 @@ def test_evaluate_keeps_to_the_runs_own_holdout(
         return found
 
     monkeypatch.setattr(evaluate, "load_data", spy)
-    for more in ({}, {"data.holdout_by": "image"}, {"seed": "5"}):
+    for more in ({}, {"seed": "5"}):
         evaluate.evaluate(out, evaluate.settings_of(out, more), "knn")
+    with pytest.raises(FurlongError, match="stay on the side"):
+        evaluate.evaluate(out, evaluate.settings_of(out, {"data.holdout_by": "image"}), "knn")
     assert all(torch.equal(each.pixels, seen[0].pixels) for each in seen)
 
 

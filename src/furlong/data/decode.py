@@ -21,6 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from furlong.data import arrays, dicom, nifti
 from furlong.data.reading import (
     MAX_PIXELS,
+    PLAIN,
     ByteArray,
     Facts,
     Frame,
@@ -35,7 +36,6 @@ from furlong.data.reading import (
 
 T = TypeVar("T")
 Planes = list[Image.Image]
-PLAIN = Reading()
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 # Below this a PNG is decoded faster than a thread can be handed it: Pillow holds the GIL for most
@@ -107,6 +107,11 @@ def _reader(data: Place) -> Any:
         return None  # Pillow's way says why
 
 
+def _whole(data: Place) -> bytes | Path:
+    """What Pillow is given; of a part of a file only if that has become another file."""
+    return data.path if isinstance(data, Frame) else data
+
+
 def decode(
     data: Place, size: tuple[int, int] | None, *, exact: bool = False, how: Reading = PLAIN
 ) -> ByteArray:
@@ -126,8 +131,7 @@ def decode(
     if reader is not None:
         planes = [Image.fromarray(each) for each in reader.planes(data, how)]
     else:
-        assert not isinstance(data, Frame)
-        with opened(data) as image:
+        with opened(_whole(data)) as image:
             if size is not None and not exact:
                 # Lets libjpeg decode a large photograph at a fraction of its resolution.
                 image.draft(None, (2 * size[1], 2 * size[0]))
@@ -160,7 +164,7 @@ def _coloured(pixels: ByteArray, channels: int) -> ByteArray:
 def _planes(image: Image.Image, how: Reading) -> Planes:
     """The planes of an opened image: one in RGB, one grey, or one of every channel."""
     pages = int(getattr(image, "n_frames", 1)) if image.format == "TIFF" else 1
-    if how.channels not in (1, 3) or pages == how.channels > 1:
+    if how.channels not in (1, 3):
         if pages == how.channels:  # a stack of pages, one for each channel
             return _pages(image, how)
         if image.mode in ("RGBA", "CMYK", "LA") and len(image.getbands()) == how.channels:
@@ -208,12 +212,12 @@ def facts(data: Place, how: Reading = PLAIN) -> Facts:
     if reader is not None:
         found: Facts = reader.facts(data, how)
         return found
-    assert not isinstance(data, Frame)
-    with opened(data) as image:
+    whole = _whole(data)
+    with opened(whole) as image:
         width, height = upright(image)
         frames = int(getattr(image, "n_frames", 1))
         channels = MODES.get(image.mode, image.mode)
-        return Facts(image.format or "", channels, _bits(image, data), width, height, frames)
+        return Facts(image.format or "", channels, _bits(image, whole), width, height, frames)
 
 
 def _bits(image: Image.Image, data: bytes | Path) -> int:

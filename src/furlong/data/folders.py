@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from furlong.data import dicom, nifti
-from furlong.data.decode import HEAD, PLAIN, sniff
-from furlong.data.reading import MAX_FILE_BYTES, Frame, Reading, Skipped, Unusable, printable
+from furlong.data.decode import HEAD, sniff
+from furlong.data.reading import MAX_FILE_BYTES, PLAIN, Frame, Reading, Skipped, Unusable, printable
 from furlong.data.sources import IntArray, NoSplit, Source, in_blocks, kinship, numbered
 from furlong.errors import FurlongError
 
@@ -36,6 +36,11 @@ class Found(NamedTuple):
     name: str  # a relative POSIX path; behind "#" the number of a frame or slice
     place: Path | Frame
     kin: str  # images with the same one are of one patient or volume; "" if nothing is known
+
+    @property
+    def of_file(self) -> str:
+        """The name of the file that holds it."""
+        return self.name.rpartition("#")[0] if isinstance(self.place, Frame) else self.name
 
     @property
     def file(self) -> Path:
@@ -163,8 +168,7 @@ def scan(root: Path, how: Reading = PLAIN) -> tuple[list[Found], list[Skipped]]:
                 found += images_in(name, Path(top, file), (inside,), how)
             except Unusable as why:
                 skipped.append(Skipped(printable(name), str(why)))
-    order = {each.name: place for place, each in enumerate(found)}  # frames stay in their order
-    found.sort(key=lambda each: (each.name.partition("#")[0], order[each.name]))
+    found.sort(key=lambda each: each.of_file)  # frames stay in their order
     return found, sorted(skipped, key=lambda each: each.name)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from furlong.data import named
 from furlong.data.cache import Pixels, Plan, decoded, first_size
-from furlong.data.decode import PLAIN, OtherSize
-from furlong.data.reading import Reading, Skipped
+from furlong.data.decode import OtherSize
+from furlong.data.reading import PLAIN, Reading, Skipped
 from furlong.data.sources import IntArray, NoSplit, Source, places
 from furlong.errors import FurlongError, nearest
 

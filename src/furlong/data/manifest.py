@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from furlong.data.decode import PLAIN
 from furlong.data.folders import Found, images_in, source_of
-from furlong.data.reading import Frame, Reading, Skipped, Unusable, printable
+from furlong.data.reading import PLAIN, Frame, Reading, Skipped, Unusable, printable
 from furlong.data.sources import (
     IntArray,
     NoSplit,
@@ -82,13 +81,10 @@ class _Table:
     name: str
     path: Path
     columns: dict[str, list[str]]
+    lines: list[int]  # where every row ends, as a person counts: the names of columns are line 1
 
     def __len__(self) -> int:
-        return len(self.columns["path"])
-
-    def line(self, row: int) -> int:
-        """The number of a row as a person counts: the names of the columns are the first line."""
-        return row + 2
+        return len(self.lines)
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ def _require_filled(table: _Table, column: str, rows: Sequence[int]) -> None:
     if empty:
         raise FurlongError(
             f"{table.name}: column {column!r} is empty in {len(set(empty)):,} row(s), the first in "
-            f"line {table.line(empty[0])}. Fill it in, or leave these rows out."
+            f"line {table.lines[empty[0]]}. Fill it in, or leave these rows out."
         )
 
 
@@ -185,7 +181,7 @@ def _weights(table: _Table, rows: Sequence[int]) -> IntArray:
         number = float(text) if text.replace(".", "", 1).isdigit() and text.isascii() else -1.0
         if number != int(number) or not 0 <= number <= MAX_WEIGHT:
             raise FurlongError(
-                f"{table.name}: weight {text[:20]!r} in line {table.line(row)}. A weight says how "
+                f"{table.name}: weight {text[:20]!r} in line {table.lines[row]}. A weight says how "
                 f"often an image counts in an epoch: a whole number from 0 to {MAX_WEIGHT:,}."
             )
         found.append(int(number))
@@ -201,14 +197,14 @@ def _read(name: str, path: Path) -> _Table:
         raise FurlongError(f"{name}: there is no file {path}.")
     if path.stat().st_size > MAX_BYTES:
         raise FurlongError(f"{name}: a table of more than 1 GB. Cut it into several.")
-    columns = _parquet(name, path) if path.suffix == ".parquet" else _csv(name, path)
+    columns, lines = _parquet(name, path) if path.suffix == ".parquet" else _csv(name, path)
     if "path" not in columns:
         have = ", ".join(printable(each) for each in columns)[:200]
         raise FurlongError(f"{name}: there is no column 'path' in {path}; it has: {have}.")
-    return _Table(name, path, columns)
+    return _Table(name, path, columns, lines)
 
 
-def _csv(name: str, path: Path) -> dict[str, list[str]]:
+def _csv(name: str, path: Path) -> tuple[dict[str, list[str]], list[int]]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             first = file.readline()
@@ -226,21 +222,24 @@ def _csv(name: str, path: Path) -> dict[str, list[str]]:
         raise FurlongError(f"{name}: cannot read {path}: {error.strerror}") from None
 
 
-def _columns(name: str, names: list[str], rows: Iterator[list[str]]) -> dict[str, list[str]]:
+def _columns(name: str, names: list[str], rows: Any) -> tuple[dict[str, list[str]], list[int]]:
+    """``rows`` is a reader of the module csv."""
     columns: dict[str, list[str]] = {each: [] for each in names}
-    for number, row in enumerate(rows, 2):
+    lines: list[int] = []
+    for row in rows:
         if not row:
             continue
         if len(row) != len(names):
             raise FurlongError(
-                f"{name}: line {number} has {len(row)} values, the first line {len(names)}."
+                f"{name}: line {rows.line_num} has {len(row)} values, the first line {len(names)}."
             )
         for column, value in zip(names, row, strict=True):
             columns[column].append(value.strip())
-    return columns
+        lines.append(rows.line_num)
+    return columns, lines
 
 
-def _parquet(name: str, path: Path) -> dict[str, list[str]]:
+def _parquet(name: str, path: Path) -> tuple[dict[str, list[str]], list[int]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -260,7 +259,8 @@ def _parquet(name: str, path: Path) -> dict[str, list[str]]:
         for each in table.schema
         if not pa.types.is_nested(each.type) and not pa.types.is_binary(each.type)
     ]
-    return {each: [text(value) for value in table[each].to_pylist()] for each in flat}
+    columns = {each: [text(value) for value in table[each].to_pylist()] for each in flat}
+    return columns, list(range(2, len(table) + 2))
 
 
 def _splits(table: _Table) -> list[str]:
@@ -271,7 +271,7 @@ def _splits(table: _Table) -> list[str]:
     for row, word in enumerate(given):
         if word.lower() not in SPLITS:
             raise FurlongError(
-                f"{table.name}: split {printable(word)[:40]!r} in line {table.line(row)}. "
+                f"{table.name}: split {printable(word)[:40]!r} in line {table.lines[row]}. "
                 f"{nearest(word.lower(), [each for each in SPLITS if each])}"
             )
     return [SPLITS[word.lower()] for word in given]
@@ -300,7 +300,7 @@ def _found(table: _Table, roots: list[Path], how: Reading, rows: list[int]) -> _
             if frames is not None and frames[row]:
                 inside = _one(inside, frames[row])
         except Unusable as why:
-            shown = printable(name) or f"line {table.line(row)}"
+            shown = printable(name) or f"line {table.lines[row]}"
             images.skipped.append(Skipped(shown, str(why)))
             continue
         images.found.extend(inside)

@@ -119,6 +119,9 @@ class Reading:
         return PLANES.index(word), int(step or 1)
 
 
+PLAIN = Reading()
+
+
 def printable(text: str) -> str:
     """``text`` with control characters and undecodable bytes escaped, safe to print or store."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.data.decode import PLAIN, Item
-from furlong.data.reading import ByteArray, Reading, Skipped, printable
+from furlong.data.decode import Item
+from furlong.data.reading import PLAIN, ByteArray, Reading, Skipped, printable
 from furlong.errors import FurlongError, nearest
 
 IntArray = NDArray[np.int64]

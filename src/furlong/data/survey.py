@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from furlong.data.decode import PLAIN, Item, decode, facts, many
+from furlong.data.decode import Item, decode, facts, many
 from furlong.data.images import OWN, own_images
-from furlong.data.reading import MAX_FILE_BYTES, Frame, Place, Reading, Skipped, Unusable
+from furlong.data.reading import MAX_FILE_BYTES, PLAIN, Frame, Place, Reading, Skipped, Unusable
 from furlong.data.sources import PREFIXES, NoSplit, Source
 from furlong.errors import FurlongError
 

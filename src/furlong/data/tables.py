@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from furlong.data.decode import PLAIN, Item
-from furlong.data.reading import Reading, printable
+from furlong.data.decode import Item
+from furlong.data.reading import PLAIN, Reading, printable
 from furlong.data.sources import (
     BATCH,
     PREFIXES,

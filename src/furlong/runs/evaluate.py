@@ -139,6 +139,12 @@ class Bench:
     ) -> None:
         self.own, self._about = own, measured.about
         data = settings.data
+        if own is not None and self._is_own(data.name) and data.holdout_by != own.data.holdout_by:
+            raise FurlongError(
+                f"data.holdout_by is {data.holdout_by}, but the run held out by "
+                f"{own.data.holdout_by}, and its images stay on the side that they were on: leave "
+                "it out, or name other images with --data."
+            )
         self.settings = replace(settings, data=replace(data, name=absolute(data.name)))
         self.device = pick_device(settings.run.device)
         self.workers = workers(settings, self.device)
