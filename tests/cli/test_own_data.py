@@ -22,12 +22,13 @@ from PIL import Image
 from furlong import load, load_encoder
 from furlong.cli import application, main
 from furlong.data.duplicates import near_duplicates
-from furlong.data.survey import survey
+from furlong.data.survey import Asked, Part, Seen, survey
 from furlong.errors import FurlongError
+from furlong.methods import METHODS
 from furlong.reports import embed as embedding
 from furlong.reports import neighbours
 from furlong.reports.export import export
-from furlong.runs import loop
+from furlong.runs import advice, loop
 
 
 def picture(seed: int, width: int = 40, height: int = 40) -> Image.Image:
@@ -193,7 +194,7 @@ def test_check_of_a_heap_and_of_nothing(call: Call, tmp_path: Path) -> None:
     found = json.loads(call("check", "heap", "--json").out)
     assert found["sites"] == {}
     assert found["suggested"]["image_size"]["value"] == 128
-    assert found["suggested"]["augment"]["value"] == "mfcl"  # all grey
+    assert "left and right" in found["suggested"]["augment"]["reason"]  # all grey
     assert "--partition iid --clients 2 " in found["next"][1]
     (tmp_path / "none").mkdir()
     assert "no file in it" in call("check", "none").err
@@ -212,7 +213,7 @@ def test_few_images_are_dealt_out_so_that_they_reach(
     found = json.loads(call("check", "heap", "--json").out)
     assert f"--clients {clients} " in found["next"][1]
     reason = found["suggested"]["batch_size"]["reason"]
-    assert reason == f"each of {clients} clients has {each} images only"
+    assert reason == f"each of {clients} clients has {each} images only: one batch of its own size"
 
 
 def test_one_image_is_too_few(call: Call, tmp_path: Path) -> None:
@@ -243,15 +244,107 @@ def test_flat_images_are_not_near_duplicates(tmp_path: Path) -> None:
     """They share a hash; their thumbnails tell them apart."""
     for value in (20, 90, 200):
         Image.new("RGB", (30, 30), (value,) * 3).save(tmp_path / f"{value}.png")
-    assert near_duplicates(survey(str(tmp_path))) == []
+    assert near_duplicates(survey(Asked(str(tmp_path)))) == []
 
 
 def test_many_near_duplicates_become_one_group(tmp_path: Path) -> None:
     for i in range(40):
         picture(1, 40 + i, 40 + i).save(tmp_path / f"{i:02d}.jpg", quality=90)
         picture(1000 + i).save(tmp_path / f"other-{i:02d}.png")
-    (group,) = near_duplicates(survey(str(tmp_path)))
+    (group,) = near_duplicates(survey(Asked(str(tmp_path))))
     assert len(group) == 40
+
+
+@pytest.fixture
+def cohort(tmp_path: Path) -> Path:
+    """A manifest of two sites, six patients with four deep images each, labels and a split."""
+    rows = ["path,site,patient,label,split"]
+    rng = np.random.default_rng(0)
+    for k in range(24):
+        (tmp_path / "scans").mkdir(exist_ok=True)
+        deep = rng.integers(0, 3000, (40, 40), dtype=np.uint16)
+        Image.fromarray(deep).save(tmp_path / "scans" / f"{k}.png")
+        split = "test" if k % 8 == 7 else "train"
+        rows.append(f"scans/{k}.png,{'xy'[k // 12]},p{k // 4},{k % 2},{split}")
+    (tmp_path / "cohort.csv").write_text("\n".join([*rows, "scans/gone.png,x,p0,1,train"]))
+    return tmp_path / "cohort.csv"
+
+
+def test_check_of_a_manifest(call: Call, cohort: Path) -> None:
+    found = json.loads(call("check", cohort, "--json").out)
+    assert found["data"] == f"manifest:{cohort}"
+    assert found["sites"] == {"x": 12, "y": 12}
+    assert found["classes"] == {"0": 12, "1": 12}
+    assert found["splits"] == {"train": 21, "test": 3}
+    assert found["patients"] == {"number": 6, "in_several_splits": 3}
+    assert found["skipped"] == [{"name": "scans/gone.png", "reason": "there is no such file"}]
+    told = " ".join(call("check", cohort).out.split())
+    assert "3 of them have images in training and in test" in told
+    assert "between percentiles 1 and 99 of each image" in told
+    window = " ".join(call("check", cohort, "--window", "0:3000").out.split())
+    assert "by values from 0 to 3000" in window
+    assert "--data.window 0:3000" in window
+    assert "data.window is 'wide'" in call("check", cohort, "--window", "wide").err
+
+
+def test_from_a_manifest_to_neighbours(call: Call, cohort: Path) -> None:
+    """partition, run, evaluate, embed and neighbours take what check has named."""
+    partition, run = json.loads(call("check", cohort, "--json").out)["next"]
+    assert call(*partition.split()[1:]).code == 0
+    told = call(*run.split()[1:], "--rounds", "1", "--workers", "1", "--encoder", "small")
+    assert told.code == 0, told.err
+    assert "warning: 3 of the 3 patients" in told.err
+    assert call("evaluate", "runs/mine", "--protocols", "knn").code == 0
+    told = call("embed", "runs/mine", cohort, "--out", "f.parquet")
+    assert "24 images" in told.out
+    query = cohort.parent / "scans" / "3.png"
+    for inside in ("f.parquet", cohort):
+        words = ("neighbours", "runs/mine", query, "--in", inside, "--k", 3, "--json")
+        found = json.loads(call(*words, "--out", "p.html", "--force").out)
+        assert found[0]["path"] == "scans/3.png"
+        assert Path("p.html").read_text().count("data:image/") == 4
+
+
+def test_check_of_volumes(call: Call, tmp_path: Path) -> None:
+    nib = pytest.importorskip("nibabel")
+    voxels = np.zeros((20, 20, 6), np.int16)
+    voxels[4:16, 4:16, 1:5] = np.random.default_rng(0).integers(200, 900, (12, 12, 4))
+    for site in ("x", "y"):
+        (tmp_path / "v" / site).mkdir(parents=True)
+        for k in range(2):
+            moved = voxels + k * 10 + (site == "x")
+            nib.save(nib.Nifti1Image(moved, np.eye(4)), tmp_path / "v" / site / f"{k}.nii.gz")
+    found = json.loads(call("check", "v", "--slices", "axial:2", "--json").out)
+    assert found["images"] == 8  # slices 2 and 4 of four volumes; slice 0 is empty
+    assert found["empty"] == 4
+    assert found["patients"] == {"number": 4, "in_several_splits": 0}
+    assert found["animated"] == 0
+    assert "--data.slices axial:2" in found["next"][1]
+    assert "4 (a volume counts as one)" in call("check", "v").out
+
+
+def test_advice_follows_the_methods_usual_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch and rounds are such that a middling site takes the steps that are known to do."""
+
+    def seen(**sites: int) -> dict[str, Any]:
+        image = Seen("PNG", "RGB", 8, 48, 48, 1, False, 1, b"", bytes(72))
+        part = Part("train", seen=[image] * sum(sites.values()))
+        part.names = part.classes = [""] * len(part.seen)
+        part.sites = [name for name, count in sites.items() for _ in range(count)]
+        monkeypatch.setattr(advice, "duplicates", lambda _: [])
+        monkeypatch.setattr(advice, "near_duplicates", lambda _: [])
+        monkeypatch.setattr(Asked, "name", "folder:x")
+        return dict(advice.summarise(Asked("x"), [part])["suggested"])
+
+    usual = METHODS[advice.METHOD].cls.usual["train.batch_size"]
+    big = seen(a=1462, b=861, c=469, d=288, e=24)
+    assert big["batch_size"]["value"] == usual
+    assert big["rounds"]["value"] == -(-advice.STEPS // (469 // usual))
+    assert "86 steps at the smallest site, 1,204 at a middling one" in big["rounds"]["reason"]
+    little = seen(a=40, b=60, c=50)
+    assert little["batch_size"]["value"] == usual // 2
+    assert little["rounds"]["value"] == advice.MOST_ROUNDS
+    assert "--epochs 2" in little["rounds"]["reason"]
 
 
 # ---------------------------------------------------------------- embed
@@ -427,7 +520,7 @@ def test_an_image_on_its_side_is_measured_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     picture(1, 60, 30).save(tmp_path / "a.jpg", exif=exif)
-    (part,) = survey(str(tmp_path))
+    (part,) = survey(Asked(str(tmp_path)))
     assert (part.seen[0].width, part.seen[0].height) == (30, 60)
 
 

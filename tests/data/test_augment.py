@@ -310,5 +310,18 @@ def test_errors_name_the_remedy() -> None:
         preset("fedx")
     with pytest.raises(FurlongError, match="uint8"):
         preset("fedu").view(torch.rand(2, 3, 8, 8))
-    with pytest.raises(FurlongError, match="2×5×8×8"):
-        preset("none").view(torch.zeros(2, 5, 8, 8, dtype=torch.uint8))
+
+
+def test_channels_that_are_not_colours() -> None:
+    """Brightness and contrast change each channel as they do a grey image; colour is left alone."""
+    pixels = images(6, channels=5, height=8, width=8)
+    for name in PRESETS:
+        assert preset(name, 8).view(pixels).shape == (6, 5, 8, 8)
+    recipe = replace(preset("mfcl", 8), scale=None, flip=0.0, jitter_p=1.0)
+    draw = recipe.draw(6, 8, 8)
+    together = recipe.apply(pixels, draw)
+    for channel in range(5):
+        alone = recipe.apply(pixels[:, channel : channel + 1], draw)
+        assert torch.allclose(together[:, channel : channel + 1], alone, atol=1e-6)
+    normalised = preset("moco_cifar", 8).plain(pixels)
+    assert torch.allclose(normalised, (pixels / 255 - 0.4734) / 0.2009, atol=1e-3)

@@ -26,6 +26,7 @@ from furlong.data import cache as caches
 from furlong.data import decode as decoding
 from furlong.data import images, named
 from furlong.data.images import ImageSet, NoSplit, Skipped, load
+from furlong.data.reading import MAX_FILE_BYTES, Reading
 from furlong.errors import FurlongError
 
 
@@ -406,6 +407,14 @@ def test_labelled_folder_keeps_a_small_common_size(tmp_path: Path) -> None:
         load(f"folder:{tmp_path}", "test")
 
 
+def test_the_order_is_that_of_the_names(tmp_path: Path) -> None:
+    names = ["a#2.png", "a#10.png", "a!.png", "a.png"]
+    write_folder(tmp_path, {n: encode(noise(1, 8, 8, k)[0]) for k, n in enumerate(names)})
+    loaded = load(f"folder:{tmp_path}")
+    order = sorted(range(4), key=names.__getitem__)
+    assert same(loaded.pixels, np.concatenate([noise(1, 8, 8, k) for k in order]))
+
+
 def test_mixed_sizes_become_64_and_say_so(tmp_path: Path) -> None:
     sizes = {"0.png": (20, 20), "1.png": (30, 50), "2.png": (200, 100)}
     write_folder(tmp_path, {n: encode(noise(1, *s)[0]) for n, s in sizes.items()})
@@ -470,7 +479,7 @@ def test_every_mode_becomes_rgb() -> None:
     for image, kind, colour, options in cases:
         out = io.BytesIO()
         image.save(out, kind, **options)
-        decoded = decoding.decode(out.getvalue(), None)
+        decoded = decoding.decode(out.getvalue(), None, how=Reading(window="full"))
         assert decoded.shape == (3, 8, 8), (image.mode, kind)
         assert np.abs(decoded[:, 4, 4].astype(int) - colour).max() <= 2, (image.mode, kind)
 
@@ -532,7 +541,7 @@ def hostile(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     os.mkfifo(root / "pipe.png")
     with open(root / "sparse.png", "wb") as file:
         file.write(good)
-        file.truncate(decoding.MAX_FILE_BYTES + 1)
+        file.truncate(MAX_FILE_BYTES + 1)
     (root / "new\nline.txt").write_bytes(b"x")
     return root, {
         "truncated.jpg": "truncated", "corrupt.png": "corrupt", "zero.png": "empty",
@@ -682,7 +691,7 @@ def test_cache_hit_corrupt_and_stale(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (files(".u8"), b""),
         (files(".json"), b"{"),
         (files(".json"), b"[]"),
-        (files(".json"), meta.replace('"version": 1', '"version": 0').encode()),
+        (files(".json"), meta.replace('"version": 2', '"version": 0').encode()),
     ):
         path.write_bytes(content)
         loaded, decoded = run()

@@ -9,10 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import pinned, tiny
 from federations import Direct, failures, flower, hello, in_process, parts, train, weights
+from PIL import Image
 
 from furlong.cli import main
 from furlong.deploy.disclosure import disclosure
@@ -42,6 +44,24 @@ class Bad(FedSimCLR):
             return Local(state, down)
         return super().local_update(state, down, ctx)
 """
+
+
+def test_a_node_reads_a_manifest_as_the_run_says(tmp_path: Path) -> None:
+    """Window and channels are the run's, so that all sites see alike; weights are the site's."""
+    for k in range(4):
+        deep = np.full((16, 16), 1000 * k, np.uint16)
+        Image.fromarray(deep).save(tmp_path / f"{k}.png")
+    rows = [f"{k}.png,{1 + (k == 3)},p{k}" for k in range(4)]
+    (tmp_path / "m.csv").write_text("\n".join(["path,weight,patient", *rows]))
+    site = Site(tmp_path / "s", OwnImages(f"manifest:{tmp_path / 'm.csv'}"), name="amber")
+    told_run = tiny(**{"data": "sites", "data.image_size": 16, "data.window": "0:4000",
+                       "data.channels": 1, "data.augment": "flip"})  # fmt: skip
+    settings = from_tree(told(told_run), {}, "the run")
+    found = site.images(16, settings.data.reading)
+    assert tuple(found.pixels.shape) == (5, 1, 16, 16)
+    assert found.pixels[:, 0, 0, 0].tolist() == [0, 64, 128, 191, 191]
+    assert found.labels is None
+    assert found.weights is None
 
 
 @pytest.mark.parametrize(

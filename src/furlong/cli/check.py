@@ -20,6 +20,11 @@ def check(
     /,
     *,
     group_by: str | None = None,
+    holdout_by: str = "auto",
+    root: str | None = None,
+    window: str = "auto",
+    channels: int = 3,
+    slices: str = "axial",
     strict: Annotated[bool, Parameter(negative=())] = False,
     as_json: Annotated[bool, Parameter("--json")] = False,
 ) -> None:
@@ -30,19 +35,31 @@ def check(
     Parameters
     ----------
     data
-        folder:PATH, parquet:PATH, or a path.
+        folder:PATH, parquet:PATH, manifest:PATH, or a path.
     group_by
-        Of a parquet table: the column that names the site.
+        Of a table: the column that names the site, if it is not called site.
+    holdout_by
+        What belongs together, as --data.holdout-by of a run.
+    root
+        Where the files of a manifest are, if not beside it.
+    window
+        What becomes of more than 8 bits, as --data.window of a run.
+    channels
+        As --data.channels of a run.
+    slices
+        Of volumes, as --data.slices of a run.
     strict
         Exit with 1 if ``furlong run --strict`` would refuse the data.
     as_json
         Print JSON, with all files and groups.
     """
-    from furlong.data.advice import summarise
-    from furlong.data.survey import survey
+    from furlong.data.reading import Reading
+    from furlong.data.survey import Asked, survey
+    from furlong.runs.advice import summarise
 
+    asked = Asked(data, group_by, holdout_by, root, Reading(channels, window, slices))
     with counting("reading") as show:
-        found = summarise(data, group_by, survey(data, group_by, show))
+        found = summarise(asked, survey(asked, show))
     if as_json:
         print(json.dumps(found))
     else:
@@ -74,7 +91,7 @@ def _print_check(found: dict[str, Any]) -> None:
         return
     console.print("\n[bold]suggested[/]")
     table = Table.grid(padding=(0, 2))
-    for name in ("image_size", "encoder", "augment", "batch_size"):
+    for name in ("method", "image_size", "encoder", "augment", "batch_size", "rounds"):
         advice = found["suggested"][name]
         words = name.replace("_", " ")
         table.add_row(f"  {words}", f"[bold]{advice['value']}[/]", advice["reason"])
@@ -111,6 +128,9 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     else:
         yield "labels", "none: training does not need them, accuracy will not be measured"
+    if found["patients"] is not None:
+        by = found["holdout_by"]
+        yield "patients" if by in ("auto", "image") else by, _of_patients(found)
     yield "width", f"{_spread(found['width'])} pixels"
     yield "height", f"{_spread(found['height'])} pixels"
     cropped = max(found["aspect"]["median"], 1 / found["aspect"]["median"])
@@ -119,15 +139,30 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     grey = found["colourless"]
     stored = f" ({grey:,} show no colour)" if grey else ""
     yield "channels", _counts(found["channels"]) + stored
-    deep = "; more than 8 are reduced to 8" if any(int(b) > 8 for b in found["bits"]) else ""
+    deep = f"; {found['window']}" if found["window"] else ""
     yield "bits per channel", ", ".join(f"{b}: {n:,}" for b, n in found["bits"].items()) + deep
     animated = f"; {found['animated']:,} have several frames, of which the first is used"
-    yield "formats", _counts(found["formats"]) + (animated if found["animated"] else "")
+    empty = f"; {found['empty']:,} empty slices are left out" if found["empty"] else ""
+    yield "formats", _counts(found["formats"]) + (animated if found["animated"] else "") + empty
     yield "on disk", size(found["bytes"])
 
 
+def _of_patients(found: dict[str, Any]) -> str:
+    """How many, and what that means for the hold-out."""
+    number, both = found["patients"]["number"], found["patients"]["in_several_splits"]
+    volume = " (a volume counts as one)" if "NIfTI" in found["formats"] else ""
+    text = f"{number:,}{volume}"
+    if both:
+        return f"{text}; WARNING: {both:,} of them have images in training and in test"
+    if len(found["splits"]) > 1:
+        return f"{text}, none in both training and test"
+    return f"{text}; what a run holds out for evaluation is never a part of one"
+
+
 def _print_lists(found: dict[str, Any]) -> None:
-    """Skipped files, and groups of doubles."""
+    """What was noted, skipped files, and groups of doubles."""
+    for note in found["notes"]:
+        console.print(f"\n{note}", markup=False, soft_wrap=True)
     skipped = found["skipped"]
     if skipped:
         console.print(f"\n[bold]would be skipped[/]: {len(skipped):,}")

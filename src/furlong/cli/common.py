@@ -24,7 +24,7 @@ from rich.text import Text
 from furlong.words import duration, points, size
 
 if TYPE_CHECKING:
-    from furlong.data.decode import Skipped
+    from furlong.data.reading import Skipped
     from furlong.reports.measures import Sheet
     from furlong.runs.loop import Run
     from furlong.runs.observers import Status

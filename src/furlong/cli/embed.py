@@ -16,10 +16,11 @@ def embed(
     folder: Path,
     /,
     *,
+    root: str | None = None,
     out: Path = Path("features.parquet"),
     force: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
-    """Write the features of all images in a folder to a parquet file.
+    """Write the features of all images in a folder or manifest to a parquet file.
 
     Columns: path, folder, width, height, feature. Files that cannot be read are named and left out.
 
@@ -28,7 +29,9 @@ def embed(
     run
         A finished run's folder, or a file of ``furlong export --to safetensors``.
     folder
-        Images, in subfolders or not.
+        Images, in subfolders or not; or a manifest (.csv, .parquet) that names them.
+    root
+        Where the files of a manifest are, if not beside it.
     out
         The parquet file.
     force
@@ -38,7 +41,7 @@ def embed(
 
     with counting("encoding") as show:
         encoder = making.Embedder(run)
-        count, skipped = making.embed(encoder, folder, out, force=force, show=show)
+        count, skipped = making.embed(encoder, folder, out, root=root, force=force, show=show)
     print_skipped(skipped)
     text = f"{out}: {count:,} images × {encoder.width} numbers, {size(out.stat().st_size)}"
     console.print(text, markup=False, soft_wrap=True)

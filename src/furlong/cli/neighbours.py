@@ -14,7 +14,7 @@ from furlong.cli.common import console, counting, err, print_skipped
 from furlong.errors import FurlongError
 
 if TYPE_CHECKING:
-    from furlong.data.decode import Skipped
+    from furlong.data.reading import Skipped
 
 
 def neighbours(
@@ -23,6 +23,7 @@ def neighbours(
     /,
     *,
     inside: Annotated[Path, Parameter("--in")],
+    root: str | None = None,
     k: int = 12,
     out: Path | None = None,
     force: Annotated[bool, Parameter(negative=())] = False,
@@ -37,7 +38,9 @@ def neighbours(
     image
         The image to look for.
     inside
-        The folder to search, or a file of ``furlong embed``, which is quicker.
+        The folder or manifest (.csv) to search, or a file of ``furlong embed``, which is quicker.
+    root
+        Where the files of a manifest are, if not beside it.
     k
         How many.
     out
@@ -47,7 +50,7 @@ def neighbours(
     as_json
         Print JSON.
     """
-    from furlong.data.decode import printable
+    from furlong.data.reading import printable
     from furlong.files import replacing, require_free
     from furlong.reports import embed as making
     from furlong.reports.neighbours import page
@@ -60,9 +63,10 @@ def neighbours(
     with counting("encoding") as show:
         encoder = making.Embedder(run)
         query = encoder.one(image)
-        root, rows = inside, making.folder_rows(encoder, inside, skipped, show)
-        if inside.is_file():
-            root, rows = making.stored_rows(encoder, inside)
+        if inside.is_file() and inside.suffix not in (".csv", ".tsv"):
+            place, rows = making.stored_rows(encoder, inside)
+        else:
+            place, rows = inside, making.folder_rows(encoder, inside, skipped, show, root)
         found = making.nearest_images(query, rows, k)
     print_skipped(skipped)
     if as_json:
@@ -72,10 +76,12 @@ def neighbours(
         for rank, near in enumerate(found.nearest, 1):
             table.add_row(str(rank), f"{near.similarity:.3f}", escape(printable(near.path)))
         console.print(table)
-        said = f"the nearest of {found.count:,} images in {root}; the median has {found.median:.3f}"
+        said = (
+            f"the nearest of {found.count:,} images in {place}; the median has {found.median:.3f}"
+        )
         console.print(said, markup=False, soft_wrap=True)
     if out is not None:
-        html = page(image, root, found, encoder.about)
+        html = page(image, place, found, encoder.about, root)
         with replacing(out, force) as draft:
             draft.write_text(html, encoding="utf-8", errors="replace")
         err.print(f"page: {out}", markup=False, soft_wrap=True)

@@ -47,7 +47,8 @@ def node(
     certs
         The folder that the coordinator made for this site: ca.crt and node.key.
     data
-        This site's images: folder:PATH, parquet:PATH, or a named set. Labels are not used.
+        This site's images: folder:PATH, parquet:PATH, manifest:PATH, or a named set. Labels are
+        not used.
     part
         Instead of --data: this part of the data that a run names and splits, for experiments.
     agree
@@ -57,7 +58,7 @@ def node(
     state
         Folder for state between rounds and for learnt encoders (default: ~/.furlong/NAME).
     root
-        Where a named set lies.
+        Where a named set lies, or the files of a manifest.
     images
         Use at most this many images.
     strict

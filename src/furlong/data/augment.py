@@ -11,6 +11,9 @@ device) and then applied (`Augmentation.apply`, which draws nothing). Three thin
 * images are sorted by the place of the hue shift in their order, so each shift runs in place on a
   slice of the batch.
 
+Of images with other than three channels, brightness and contrast change (contrast around each
+channel's own mean), and what is about colour does nothing: saturation, hue, grey.
+
 Deviation: torchvision rounds to 8 bits after every operation when it is given 8-bit images. Here
 pixels are floats from the crop on, as if torchvision had been given a float tensor, except that the
 crop is clamped to [0, 1] as bytes are (bicubic filters overshoot).
@@ -169,10 +172,10 @@ class Augmentation:
         ``pixels`` is B×C×H×W bytes and ``draw`` holds N parameters, N a multiple of B; view i is of
         image i mod B. Returns N×C×S×S float32, channels last.
         """
-        if pixels.dtype != torch.uint8 or pixels.dim() != 4 or pixels.shape[1] not in (1, 3):
+        if pixels.dtype != torch.uint8 or pixels.dim() != 4:
             shape, dtype = "×".join(map(str, pixels.shape)), str(pixels.dtype)
             raise FurlongError(
-                f"Augmentation needs B×1×H×W or B×3×H×W images of type uint8, not {shape} {dtype}."
+                f"Augmentation needs B×C×H×W images of type uint8, not {shape} {dtype}."
             )
         count, device = draw.count, pixels.device
         channels, height, width = pixels.shape[1:]
@@ -214,7 +217,7 @@ class Augmentation:
             x.index_copy_(0, index, part + (part >= self.solarise_from) * (1 - 2 * part))
         if any(self.mean) or set(self.std) != {1.0}:
             mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-            if x.shape[1] == 1:  # grey images get the average of the colour statistics
+            if x.shape[1] != len(mean):  # other than colours get the average of their statistics
                 mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
             x.sub_(mean.to(x.device)[:, None, None]).div_(std.to(x.device)[:, None, None])
         return x
@@ -354,7 +357,7 @@ def _blurring(kernel: Tensor, size: int) -> Tensor:
 
 
 def _gray(x: Tensor) -> Tensor:
-    """Luma of N×C×P as N×1×P; a grey image is its own."""
+    """Luma of N×C×P as N×1×P; channels that are not colours are each their own: N×C×P."""
     return torch.tensor([GRAY], device=x.device) @ x if x.shape[1] == 3 else x
 
 

@@ -20,14 +20,15 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from furlong.data.decode import ByteArray, OtherSize, Skipped, decode, many
+from furlong.data.decode import OtherSize, decode, many
+from furlong.data.reading import ByteArray, Skipped
 from furlong.data.sources import IntArray, Source
 from furlong.errors import FurlongError
 
 # Pixels uint8 N×C×H×W, and by row number the images that were left out of them.
 Pixels = tuple[ByteArray, dict[int, Skipped]]
 AUTO_CACHE_BYTES = 1 << 30
-_VERSION = 1
+_VERSION = 2
 
 
 class Plan(NamedTuple):
@@ -41,7 +42,7 @@ class Plan(NamedTuple):
 
 def first_size(source: Source, rows: IntArray) -> tuple[int, int]:
     """(H, W) of the first usable image; 64×64 if there is none."""
-    with many(partial(decode, size=None)) as images:
+    with many(partial(decode, size=None, how=source.how)) as images:
         for _, block in source.blocks(rows):
             for item in block:
                 image = images([item])[0] if isinstance(item, tuple) else item
@@ -54,7 +55,7 @@ def decoded(source: Source, rows: IntArray, plan: Plan, directory: Path | None) 
     """Decode as planned, through a memory-mapped file if one is wanted or the set is large."""
     bad: dict[int, Skipped] = {}
     blocks = _blocks(source, rows, plan, bad)
-    shape = (len(rows), 3, *plan.out)
+    shape = (len(rows), source.how.channels, *plan.out)
     if directory is None and np.prod(shape, dtype=np.int64) <= AUTO_CACHE_BYTES:
         pixels, done = np.empty(shape, dtype=np.uint8), 0
         for block in blocks:
@@ -64,7 +65,7 @@ def decoded(source: Source, rows: IntArray, plan: Plan, directory: Path | None) 
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     directory = directory or Path(home, "furlong")
     chosen = "all" if len(rows) == len(source.rows) else _digest(rows.tobytes())
-    identity = [source.name, source.where, source.split, str(plan), chosen]
+    identity = [source.name, source.where, source.split, str(plan), str(source.how), chosen]
     slug = re.sub(r"[^A-Za-z0-9]+", "-", source.name)[-40:].strip("-")
     stem = str(directory / f"{slug}-{_digest(json.dumps(identity).encode())}")
     # The sources may be a million files, so what is kept of their names, sizes and times is a
@@ -89,8 +90,9 @@ def _digest(data: bytes) -> str:
 def _blocks(
     source: Source, rows: IntArray, plan: Plan, bad: dict[int, Skipped]
 ) -> Iterator[ByteArray]:
-    """Blocks of pixels B×3×H×W, in order; unusable rows are added to ``bad``."""
-    with many(partial(decode, size=plan.size, exact=plan.exact)) as decode_all:
+    """Blocks of pixels B×C×H×W, in order; unusable rows are added to ``bad``."""
+    read = partial(decode, size=plan.size, exact=plan.exact, how=source.how)
+    with many(read) as decode_all:
         for part, block in source.blocks(rows):
             if isinstance(block, list):
                 images = decode_all(block)
@@ -102,13 +104,19 @@ def _blocks(
                 block = np.stack(good)
             elif block.shape[2:] != plan.size:
                 raise OtherSize((block.shape[2], block.shape[3]))
-            yield _finish(block, plan)
+            yield _finish(block, plan, source)
 
 
-def _finish(block: ByteArray, plan: Plan) -> ByteArray:
-    """B×C×H×W of any C to B×3×H×W padded and resized as planned."""
-    if block.shape[1] == 1:
+def _finish(block: ByteArray, plan: Plan, source: Source) -> ByteArray:
+    """B×C×H×W with the channels that were asked for, padded and resized as planned."""
+    channels = source.how.channels
+    if (block.shape[1], channels) == (1, 3):
         block = block.repeat(3, axis=1)
+    if block.shape[1] != channels:
+        raise FurlongError(
+            f"{source.name} has images of {block.shape[1]} channel(s), and data.channels is "
+            f"{channels}: leave it out."
+        )
     if plan.pad:
         block = np.pad(block, ((0, 0), (0, 0), (plan.pad, plan.pad), (plan.pad, plan.pad)))
     if block.shape[2:] == plan.out:
@@ -145,7 +153,7 @@ def _write(
 
     As a stream: writing through a memory map would kill the process when the disk is full.
     """
-    shape, crc = [0, 3, 0, 0], 0
+    shape, crc = [0, 0, 0, 0], 0
     with tempfile.TemporaryDirectory(dir=Path(stem).parent, prefix=".tmp-") as tmp:
         with open(Path(tmp, "pixels"), "wb") as file:
             for block in blocks:

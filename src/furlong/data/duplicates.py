@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.data.decode import ByteArray
+from furlong.data.reading import ByteArray
 from furlong.data.survey import THUMB, Part
 
 WINDOW = 16  # how many neighbours in the order of the hashes are compared

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from furlong.data import named
 from furlong.data.cache import Pixels, Plan, decoded, first_size
-from furlong.data.decode import OtherSize, Skipped
+from furlong.data.decode import OtherSize
+from furlong.data.reading import PLAIN, Reading, Skipped
 from furlong.data.sources import IntArray, NoSplit, Source, places
 from furlong.errors import FurlongError, nearest
 
@@ -35,6 +36,7 @@ READERS: dict[str, str] = {
     "mini_imagenet": "mini-ImageNet, 84 px",
     "folder:PATH": "any folder of images",
     "parquet:PATH": "a parquet file, or a folder of them, in the Hugging Face image layout",
+    "manifest:PATH": "a CSV or parquet table of paths, with labels, sites, patients as columns",
 }
 
 
@@ -52,7 +54,9 @@ class ImageSet:
         classes: names of the classes.
         groups: int64 N, the natural owner (client) of each image, an index into ``group_names``.
         group_names: names of the owners.
-        patients: int64 N; images with the same number show one patient. None if unknown.
+        patients: int64 N; images with the same number show one patient (or what ``holdout_by``
+            names), and belong on one side of any split. None if each stands for itself.
+        weights: int64 N, how often each counts in training; None: once.
         name: what was loaded.
         skipped: images that were met but could not be used.
         notes: decisions taken while loading that a person should know of.
@@ -64,6 +68,7 @@ class ImageSet:
     groups: Tensor | None = None
     group_names: tuple[str, ...] = ()
     patients: Tensor | None = None
+    weights: Tensor | None = None
     name: str = "images"
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
@@ -78,6 +83,7 @@ class ImageSet:
             ("labels", self.labels, self.classes),
             ("groups", self.groups, self.group_names),
             ("patients", self.patients, ()),
+            ("weights", self.weights, ()),
         ):
             if values is None:
                 continue
@@ -118,6 +124,10 @@ class ImageSet:
         if where.ndim != 1 or (len(where) and fractional):
             raise FurlongError(f"{self.name}: a subset needs a flat list of whole numbers.")
         where = where.long()
+
+        def chosen(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[where]
+
         if len(where) and not 0 <= int(where.min()) <= int(where.max()) < len(self):
             raise FurlongError(
                 f"{self.name}: subset indices run from {int(where.min())} to {int(where.max())}, "
@@ -126,10 +136,15 @@ class ImageSet:
         return replace(
             self,
             pixels=self.pixels[where],
-            labels=None if self.labels is None else self.labels[where],
-            groups=None if self.groups is None else self.groups[where],
-            patients=None if self.patients is None else self.patients[where],
+            labels=chosen(self.labels),
+            groups=chosen(self.groups),
+            patients=chosen(self.patients),
+            weights=chosen(self.weights),
         )
+
+    def weighted(self, rows: Tensor) -> Tensor:
+        """``rows`` (int64 M), each as often as its weight says."""
+        return rows if self.weights is None else rows.repeat_interleave(self.weights[rows])
 
     def unlabelled(self) -> ImageSet:
         """The same images without labels or class names, as a client without labels has them."""
@@ -150,6 +165,8 @@ def load(
     seed: int = 0,
     cache: str | Path | None = None,
     group_by: str | None = None,
+    holdout_by: str = "auto",
+    how: Reading = PLAIN,
 ) -> ImageSet:
     """
     Read an image set.
@@ -158,7 +175,8 @@ def load(
         name: one of `READERS`.
         split: ``train`` or ``test``; ``stl10`` also has ``unlabelled``.
         root: where a named set lies: the directory itself or the one above it. Nothing is
-            downloaded if it is given.
+            downloaded if it is given. Of a manifest: the folder, or several with ``os.pathsep``
+            between them, in which its files must lie.
         image_size: resize to this many pixels square. A folder or parquet of one size up to 96 px
             keeps it by default; other folders become 64 px, which is noted.
         limit: keep at most this many images, chosen by ``seed`` and in proportion to the classes.
@@ -167,7 +185,10 @@ def load(
         seed: of ``limit`` and of ``shapes``.
         cache: directory for decoded pixels. Sets above 1 GiB are cached (and memory-mapped) in
             ``$XDG_CACHE_HOME/furlong`` regardless.
-        group_by: a parquet column, or ``folder`` for one first-level folder per client.
+        group_by: a column, or ``folder`` for one first-level folder per client.
+        holdout_by: what ``patients`` are: a column, ``folder:LEVEL``, or ``auto`` (also
+            ``image``): the column ``patient``, DICOM files' patients and volumes, else nothing.
+        how: channels, window and slices.
 
     Raises:
         NoSplit: the set has no such split.
@@ -179,24 +200,51 @@ def load(
             upper = f" and at most {most}" if most else ""
             raise FurlongError(f"{what} must be at least 1{upper}, not {value}.")
     kind, _, path = name.partition(":")
-    if kind in ("folder", "parquet") and path:
-        source = own_images(name, Path(path).expanduser(), split, group_by)
+    if kind in OWN and path:
+        source = own_images(name, split, group_by, holdout_by, how, root)
     elif name == "shapes":
+        _refuse_reading(name, holdout_by, how)
         return _shapes(split, image_size or 32, limit, seed, group_by)
     elif name in named.SETS:
+        _refuse_reading(name, holdout_by, PLAIN)
         source = named.find(name, split, root, group_by)
+        source.how = how
     else:
         raise FurlongError(f"Unknown image set {name!r}. {nearest(name, READERS)}")
     return _build(source, image_size, limit, strict, seed, Path(cache) if cache else None)
 
 
-def own_images(name: str, path: Path, split: str, group_by: str | None) -> Source:
-    """The images of ``folder:PATH`` or ``parquet:PATH``, not decoded yet."""
-    if name.startswith("folder:"):
+OWN = ("folder", "parquet", "manifest")  # what comes before the path of a user's own images
+
+
+def own_images(
+    name: str,
+    split: str,
+    group_by: str | None,
+    holdout_by: str = "auto",
+    how: Reading = PLAIN,
+    root: str | Path | None = None,
+) -> Source:
+    """The images of ``folder:PATH``, ``parquet:PATH`` or ``manifest:PATH``, not decoded yet."""
+    kind, _, rest = name.partition(":")
+    path = Path(rest).expanduser()
+    if kind == "manifest":
+        from furlong.data.manifest import manifest
+
+        return manifest(name, path, split, group_by, holdout_by, how, root)
+    if kind == "folder":
         from furlong.data.folders import folder as read
     else:
         from furlong.data.tables import parquet as read  # imports pyarrow
-    return read(name, path, split, group_by)
+    return read(name, path, split, group_by, holdout_by, how)
+
+
+def _refuse_reading(name: str, holdout_by: str, how: Reading) -> None:
+    """Refuse what a set of public or drawn images does not have."""
+    if holdout_by not in ("auto", "image"):
+        raise FurlongError(f"{name} does not say whose images are whose: leave holdout_by out.")
+    if how.channels != 3:
+        raise FurlongError(f"{name} has 3 channels, not {how.channels}: leave data.channels out.")
 
 
 def _shapes(
@@ -227,7 +275,11 @@ def _build(
         rows = source.rows
         pixels, bad = _pixels(source, rows, size, cache)
     kept = rows[~np.isin(rows, list(bad))]
-    skipped = sorted([*source.skipped, *bad.values()], key=lambda each: each.name)
+    empty = sum(each.is_empty for each in bad.values())
+    if empty:
+        source.notes.append(f"{empty:,} empty slices of volumes were left out.")
+    unusable = [each for each in bad.values() if not each.is_empty]
+    skipped = sorted([*source.skipped, *unusable], key=lambda each: each.name)
     if strict and skipped:
         lines = "".join(f"\n  {each.name}: {each.reason}" for each in skipped[:10])
         more = f"\n  … and {len(skipped) - 10} more" if len(skipped) > 10 else ""
@@ -237,12 +289,18 @@ def _build(
     if not len(kept):
         why = f" The first of {len(skipped)} skipped: {skipped[0]}." if skipped else ""
         raise FurlongError(f"{source.name}: no readable image in {source.where}.{why}")
+
+    def of_kept(values: IntArray | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[kept])
+
     result = ImageSet(
         pixels=torch.from_numpy(pixels),
-        labels=None if source.labels is None else torch.from_numpy(source.labels[kept]),
+        labels=of_kept(source.labels),
         classes=source.classes,
-        groups=None if source.groups is None else torch.from_numpy(source.groups[kept]),
+        groups=of_kept(source.groups),
         group_names=source.group_names,
+        patients=of_kept(source.patients),
+        weights=of_kept(source.weights),
         name=source.name,
         skipped=tuple(skipped),
         notes=tuple(dict.fromkeys(source.notes)),
@@ -265,7 +323,7 @@ def _pick(labels: IntArray | None, rows: IntArray, limit: int, seed: int) -> Int
 
 
 def _pixels(source: Source, rows: IntArray, asked: int | None, cache: Path | None) -> Pixels:
-    """Pixels (M×3×H×W) of the usable ``rows``, and the unusable ones by row number."""
+    """Pixels (M×C×H×W) of the usable ``rows``, and the unusable ones by row number."""
 
     def square(size: int) -> tuple[int, int]:
         return size, size

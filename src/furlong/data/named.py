@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from furlong.data.decode import ByteArray, printable
+from furlong.data.reading import ByteArray, printable
 from furlong.data.sources import (
     PREFIXES,
     IntArray,

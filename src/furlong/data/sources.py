@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from furlong.data.decode import ByteArray, Item, Skipped, printable
-from furlong.errors import FurlongError
+from furlong.data.decode import Item
+from furlong.data.reading import PLAIN, ByteArray, Reading, Skipped, printable
+from furlong.errors import FurlongError, nearest
 
 IntArray = NDArray[np.int64]
 Block = ByteArray | list[Item]  # pixels B×C×H×W, or images still encoded
@@ -43,6 +44,9 @@ class Source:
     classes: tuple[str, ...] = ()
     groups: IntArray | None = None
     group_names: tuple[str, ...] = ()
+    patients: IntArray | None = None  # whose image each is, if that is known
+    weights: IntArray | None = None  # how often each counts in training; None: once
+    how: Reading = PLAIN
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     size: int | None = None  # pixels square, unless asked otherwise; None: see the images
@@ -67,6 +71,37 @@ def numbered(values: Sequence[Any], count: int) -> tuple[IntArray, tuple[str, ..
     where = {each: index for index, each in enumerate(names)}
     numbers = np.array([where[each] for each in values[:count]], dtype=np.int64)
     return numbers, tuple(printable(str(each)) for each in names)
+
+
+def kinship(kin: Sequence[str], keys: Sequence[str], count: int) -> IntArray | None:
+    """The first ``count`` of ``kin`` as numbers; None if all are "".
+
+    Images of which nothing is known ("") have a number each. Numbers follow the least of ``keys``
+    (which are all different) of those that belong together, so that they are the same for every
+    split and in every process; the digests of DICOM files are not.
+    """
+    if not any(kin):
+        return None
+    own = [each or f"\0{key}" for each, key in zip(kin, keys, strict=True)]
+    least: dict[str, str] = {}
+    for each, key in zip(own, keys, strict=True):
+        least[each] = min(key, least.get(each, key))
+    number = {each: place for place, each in enumerate(sorted(least, key=least.__getitem__))}
+    return np.array([number[each] for each in own[:count]], dtype=np.int64)
+
+
+def require_column(name: str, column: str, columns: Sequence[str]) -> None:
+    """Refuse a column that is not there."""
+    if column not in columns:
+        raise FurlongError(f"{name} has no column {column!r}. {nearest(column, columns)}")
+
+
+def patient_column(name: str, holdout_by: str, columns: Sequence[str]) -> str | None:
+    """The column that says whose image is whose, if there is one."""
+    if holdout_by in ("auto", "image"):  # by image, too: a leak is worth a warning
+        return next((c for c in ("patient", "patient_id") if c in columns), None)
+    require_column(name, holdout_by, columns)
+    return holdout_by
 
 
 def places(labels: IntArray) -> tuple[IntArray, IntArray]:

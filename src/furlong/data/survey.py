@@ -9,41 +9,36 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
-from furlong.data.decode import (
-    MAX_FILE_BYTES,
-    Item,
-    Skipped,
-    Unusable,
-    decode,
-    many,
-    opened,
-    upright,
-)
-from furlong.data.images import own_images
+from furlong.data.decode import Item, decode, facts, many
+from furlong.data.images import OWN, own_images
+from furlong.data.reading import MAX_FILE_BYTES, PLAIN, Frame, Place, Reading, Skipped, Unusable
 from furlong.data.sources import PREFIXES, NoSplit, Source
 from furlong.errors import FurlongError
 
 THUMB = (8, 9)  # height and width: 8 × 8 differences between neighbours
-MODES = {
-    "1": "black and white",
-    "L": "grey",
-    "LA": "grey with alpha",
-    "I;16": "grey",
-    "I;16B": "grey",
-    "I;16L": "grey",
-    "I": "grey",
-    "P": "palette",
-    "PA": "palette with alpha",
-    "RGB": "RGB",
-    "RGBA": "RGB with alpha",
-    "CMYK": "CMYK",
-}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which images are to be looked at, and how they are to be read."""
+
+    data: str  # folder:PATH, parquet:PATH, manifest:PATH, or a plain path
+    group_by: str | None = None
+    holdout_by: str = "auto"
+    root: str | None = None
+    how: Reading = PLAIN
+
+    @property
+    def name(self) -> str:
+        """``folder:PATH``, ``parquet:PATH`` or ``manifest:PATH``."""
+        kind, path = locate(self.data)
+        return f"{kind}:{path}"
 
 
 class Seen(NamedTuple):
@@ -70,41 +65,66 @@ class Part:
     seen: list[Seen] = field(default_factory=list)
     sites: list[str] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)  # "" where there is none
+    patients: list[int] = field(default_factory=list)  # empty if nothing is known of them
+    empty: int = 0  # slices of volumes that show nothing
+    notes: list[str] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
 
 
 def locate(data: str) -> tuple[str, Path]:
-    """``folder`` or ``parquet``, and where; ``data`` may also be a plain path."""
+    """``folder``, ``parquet`` or ``manifest``, and where; ``data`` may also be a plain path."""
     kind, colon, rest = data.partition(":")
-    if colon and kind in ("folder", "parquet") and rest:
+    if colon and kind in OWN and rest:
         return kind, Path(rest).expanduser()
     path = Path(data).expanduser()
+    if path.is_file() and path.suffix in (".csv", ".tsv"):
+        return "manifest", path
     if path.is_file() and path.suffix == ".parquet":
-        return "parquet", path
+        return ("manifest" if _has(path, "path", images=False) else "parquet"), path
     if path.is_dir():
         tables = any(path.glob("*.parquet")) or any(path.glob("*/*.parquet"))
         return ("parquet" if tables else "folder"), path
     raise FurlongError(
-        f"check {data}: there is no such folder. Give folder:PATH, parquet:PATH, or a path."
+        f"check {data}: there is no such folder. Give folder:PATH, parquet:PATH, manifest:PATH, or "
+        "a path."
     )
 
 
-def survey(
-    data: str, group_by: str | None = None, show: Callable[[int, int], None] | None = None
-) -> list[Part]:
-    """Read everything in ``data`` once; ``show(done, total)`` is called on the way."""
-    kind, path = locate(data)
-    owner = "folder" if kind == "folder" else group_by
+def _has(path: Path, column: str, *, images: bool) -> bool:
+    """Whether a parquet file has a column; with ``images`` False: and none that holds images."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = path if path.is_file() else next(iter(sorted(path.glob("**/*.parquet"))), path)
+    try:
+        schema = pq.read_schema(file)
+    except (pa.ArrowException, OSError):
+        return False  # who reads it says why
+    binary = any(pa.types.is_nested(f.type) or pa.types.is_binary(f.type) for f in schema)
+    return column in schema.names and (images or not binary)
+
+
+def survey(asked: Asked, show: Callable[[int, int], None] | None = None) -> list[Part]:
+    """Read all images once; ``show(done, total)`` is called on the way."""
+    kind, path = locate(asked.data)
+    owner = asked.group_by
+    if kind == "folder":
+        owner = "folder"
+    elif kind == "parquet" and owner is None and _has(path, "site", images=True):
+        owner = "site"
     sources = []
     for split in PREFIXES:
         try:
-            sources.append(own_images(f"{kind}:{path}", path, split, owner))
+            found_here = own_images(
+                asked.name, split, owner, asked.holdout_by, asked.how, asked.root
+            )
+            sources.append(found_here)
         except NoSplit:
             continue
     total, done, found = sum(len(source.rows) for source in sources), 0, []
-    with many(_examine) as examine:
+    with many(partial(_examine, how=asked.how)) as examine:
         for source in sources:
-            part = Part(source.split, skipped=list(source.skipped))
+            part = Part(source.split, skipped=list(source.skipped), notes=source.notes)
             for count in _read(source, part, examine):
                 done += count
                 if show is not None:
@@ -112,7 +132,7 @@ def survey(
             part.skipped.sort(key=lambda each: each.name)
             found.append(part)
     if not any(part.seen or part.skipped for part in found):
-        raise FurlongError(f"{kind}:{path}: there is no file in it.")
+        raise FurlongError(f"{asked.name}: there is no file in it.")
     return found
 
 
@@ -124,8 +144,13 @@ def _read(
         assert isinstance(block, list)  # folders and tables are still encoded
         for row, item, result in zip(rows.tolist(), block, examine(block), strict=True):
             if isinstance(result, Skipped):
-                part.skipped.append(result)
+                if result.is_empty:
+                    part.empty += 1
+                else:
+                    part.skipped.append(result)
                 continue
+            if source.patients is not None:
+                part.patients.append(int(source.patients[row]))
             part.names.append(item[0])
             part.seen.append(result)
             part.sites.append(
@@ -135,31 +160,32 @@ def _read(
         yield len(rows)
 
 
-def _examine(place: bytes | Path) -> Seen:
+def _examine(place: Place, how: Reading) -> Seen:
+    digest, stored = _digest(place, how)
+    known = facts(place, how)
+    pixels = decode(place, THUMB, how=how).astype(np.int16)
+    colourless = bool((pixels.max(0) - pixels.min(0) <= 4).all())
+    share = [0.299, 0.587, 0.114] if len(pixels) == 3 else [1 / len(pixels)] * len(pixels)
+    grey = np.rint(np.tensordot(share, pixels, 1)).astype(np.uint8)
+    frames = known.frames if isinstance(place, Frame) else 1
+    return Seen(*known, colourless, stored // frames, digest, grey.tobytes())
+
+
+def _digest(place: Place, how: Reading) -> tuple[bytes, int]:
+    """A digest of a file's bytes, or of the pixels of a part of it; and the file's size."""
+    if isinstance(place, Frame):
+        pixels = decode(place, None, how=how)
+        digest = hashlib.blake2b(pixels.tobytes(), digest_size=16).digest()
+        return digest, place.path.stat().st_size
+    if isinstance(place, bytes):
+        if not place:
+            raise Unusable("empty file")
+        if len(place) > MAX_FILE_BYTES:
+            raise Unusable(f"file of {len(place) / 1e6:.0f} MB; the limit is 200 MB")
+        return hashlib.blake2b(place, digest_size=16).digest(), len(place)
     try:
-        data = place.read_bytes() if isinstance(place, Path) else place
+        with open(place, "rb") as file:
+            whole = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            return whole.digest(), file.tell()
     except OSError as error:
         raise Unusable(f"unreadable: {error.strerror or error}") from None
-    if not data:
-        raise Unusable("empty file")
-    if len(data) > MAX_FILE_BYTES:
-        raise Unusable(f"file of {len(data) / 1e6:.0f} MB; the limit is 200 MB")
-    with opened(data) as image:
-        width, height = upright(image)
-        facts = (image.format or "", MODES.get(image.mode, image.mode), _bits(image, data))
-        frames = int(getattr(image, "n_frames", 1))
-    pixels = decode(data, THUMB).astype(np.int16)
-    colourless = bool((pixels.max(0) - pixels.min(0) <= 4).all())
-    grey = np.rint(np.tensordot([0.299, 0.587, 0.114], pixels, 1)).astype(np.uint8)
-    digest = hashlib.blake2b(data, digest_size=16).digest()
-    return Seen(*facts, width, height, frames, colourless, len(data), digest, grey.tobytes())
-
-
-def _bits(image: Image.Image, data: bytes) -> int:
-    """Bits per channel as stored; Pillow's mode does not tell for PNG in colour."""
-    if image.format == "PNG":
-        return data[24]
-    if image.format == "TIFF":
-        stored = getattr(image, "tag_v2", {}).get(258, 8)
-        return int(stored[0] if isinstance(stored, tuple) else stored)
-    return {"1": 1, "I": 32}.get(image.mode, 16 if image.mode.startswith("I;16") else 8)

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from furlong.data.decode import Item, printable
+from furlong.data.decode import Item
+from furlong.data.reading import PLAIN, Reading, printable
 from furlong.data.sources import (
     BATCH,
     PREFIXES,
@@ -23,11 +24,20 @@ from furlong.data.sources import (
     Source,
     numbered,
     parquet_files,
+    patient_column,
+    require_column,
 )
-from furlong.errors import FurlongError, nearest
+from furlong.errors import FurlongError
 
 
-def parquet(name: str, path: Path, split: str, group_by: str | None) -> Source:
+def parquet(
+    name: str,
+    path: Path,
+    split: str,
+    group_by: str | None,
+    holdout_by: str = "auto",
+    how: Reading = PLAIN,
+) -> Source:
     """A parquet file, or those in a folder; names that start with no split's are ``train``."""
     if path.is_file():
         found = {"train": [path]}
@@ -42,12 +52,17 @@ def parquet(name: str, path: Path, split: str, group_by: str | None) -> Source:
     if split not in found:
         raise NoSplit(f"{name} has no split {split!r}: {path} has {', '.join(found)}.")
     others = [file for each in found if each != split for file in found[each]]
-    return table(name, split, str(path), found[split], group_by, others=others)
+    source = table(
+        name, split, str(path), found[split], group_by, holdout_by=holdout_by, others=others
+    )
+    source.how = how
+    return source
 
 
 def table(
     name: str, split: str, where: str, files: list[Path], group_by: str | None, *,
-    arrow: Any = None, others: Sequence[Path] = (), classes: tuple[str, ...] = (),
+    holdout_by: str = "auto", arrow: Any = None, others: Sequence[Path] = (),
+    classes: tuple[str, ...] = (),
 ) -> Source:  # fmt: skip
     """
     Columns in the Hugging Face image layout, of ``arrow`` or else of the parquet ``files``.
@@ -74,13 +89,13 @@ def table(
         if label is not None:
             known = _class_names(data.schema, label) or classes
             source.labels, source.classes = _categories(name, label, data, others, known)
+        columns = [c for c in data.schema.names if c != image]
         if group_by is not None:
-            columns = [c for c in data.schema.names if c != image]
-            if group_by not in columns:
-                raise FurlongError(
-                    f"{name} has no column {group_by!r}. {nearest(group_by, columns)}"
-                )
+            require_column(name, group_by, columns)
             source.groups, source.group_names = _categories(name, group_by, data, others)
+        patient = patient_column(name, holdout_by, columns)
+        if patient is not None:
+            source.patients, _ = _categories(name, patient, data, others)
     return source
 
 

@@ -39,7 +39,7 @@ def disclosure(site: Site) -> Disclosure:
     settings = site.agree
     if settings is None:
         raise FurlongError("--dry-run needs --agree CONFIG: what leaves depends on the method.")
-    own = None if site.own is None else site.images(own_size(settings))
+    own = None if site.own is None else site.images(own_size(settings), settings.data.reading)
     sizes = {} if own is None else dict.fromkeys(range(settings.data.clients or 2), len(own))
     party = participate(settings, own, sizes)
     server, me = Server(party.method, party.setup, fraction=settings.train.fraction), site.part or 0

@@ -26,6 +26,7 @@ from furlong.core.method import Report
 from furlong.core.payload import PayloadError, pack_tensors, unpack_tensors
 from furlong.data import images as data
 from furlong.data.images import ImageSet
+from furlong.data.reading import Reading
 from furlong.deploy.agreement import Refusal, require_same_program, settings_of
 from furlong.deploy.states import Slices, StateFiles
 from furlong.engines.codec import How, decode, encode
@@ -48,21 +49,25 @@ Answer = tuple[dict[str, Any], bytes]
 class OwnImages:
     """Which images a site holds. Labels are dropped as soon as they are read."""
 
-    name: str  # folder:PATH, parquet:PATH, or a named set
+    name: str  # folder:PATH, parquet:PATH, manifest:PATH, or a named set
     root: str | None = None
     strict: bool = False
     limit: int | None = None
 
-    def load(self, image_size: int) -> ImageSet:
-        """All images, brought to squares."""
-        return data.load(
+    def load(self, image_size: int, how: Reading) -> ImageSet:
+        """All images, brought to squares; one with a weight is there as often as that says."""
+        found = data.load(
             self.name,
             "train",
             root=self.root,
             strict=self.strict,
             limit=self.limit,
             image_size=image_size,
+            how=how,
         ).unlabelled()
+        if found.weights is None:
+            return found
+        return replace(found.subset(found.weighted(torch.arange(len(found)))), weights=None)
 
 
 @dataclass
@@ -78,7 +83,7 @@ class Site:
     device: str = "auto"
     isolate: bool = False  # train in a process of its own
     say: Callable[[str], None] = lambda _: None
-    _loaded: tuple[int, ImageSet] | None = field(default=None, repr=False)  # by size
+    _loaded: tuple[tuple[int, Reading], ImageSet] | None = field(default=None, repr=False)
     _joined: tuple[str, Participant, InProcess] | None = field(default=None, repr=False)
 
     def answer(self, header: Mapping[str, Any], body: bytes = b"") -> Answer:
@@ -109,18 +114,23 @@ class Site:
             self._joined[2].close()
             self._joined = None
 
-    def images(self, image_size: int) -> ImageSet:
-        """The site's own images, read once."""
+    def images(self, image_size: int, how: Reading) -> ImageSet:
+        """The site's own images, read once for every size and way of reading."""
         assert self.own is not None
-        if self._loaded is None or self._loaded[0] != image_size:
-            self._loaded = image_size, self.own.load(image_size)
+        if self._loaded is None or self._loaded[0] != (image_size, how):
+            self._loaded = (image_size, how), self.own.load(image_size, how)
         return self._loaded[1]
 
     def check(self) -> int | None:
         """Read the images before anybody waits for them: how many, as far as that is known yet."""
         if self.own is None:
             return None
-        found = self.images(32 if self.agree is None else own_size(self.agree))
+        agreed = self.agree
+        found = (
+            self.images(32, Reading())
+            if agreed is None
+            else self.images(own_size(agreed), agreed.data.reading)
+        )
         if found.skipped:
             self.say(skipped(found))
         return len(found)
@@ -245,7 +255,7 @@ class Site:
     def _images(self, settings: Config) -> ImageSet:
         """The site's own images; what is wrong with them is said here, and not to the server."""
         try:
-            return self.images(own_size(settings))
+            return self.images(own_size(settings), settings.data.reading)
         except FurlongError as error:
             self.say(f"the images cannot be read: {error}")
             raise FurlongError("the site's images cannot be read; its own log says why") from None

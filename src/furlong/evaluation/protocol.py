@@ -181,7 +181,7 @@ def parse(
             for word in asked
         }
     except FurlongError as error:
-        cut = re.search("transfer:(folder|parquet):", words) and "unknown" in str(error)
+        cut = re.search("transfer:(folder|parquet|manifest):", words) and "unknown" in str(error)
         hint = (
             " A path in --protocols cannot hold ',' or '=': make a link to it without these "
             "(ln -s) and name the link."

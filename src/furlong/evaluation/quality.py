@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from furlong.data.augment import Recipe
+from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
 from furlong.evaluation.features import device_of, features
 from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, silent
@@ -179,14 +180,21 @@ def in_words(state: State, now: Mapping[str, Any], untrained: Mapping[str, Any])
     )
 
 
+def _looked_at(images: Images) -> ImageSet:
+    """Training images, or those that were held out where nothing has labels."""
+    held = images.test
+    return held if held is not None and held.labels is None and len(held) else images.train
+
+
 def sample(images: Images, count: int) -> Tensor:
-    """Pixels of at most ``count`` training images; which ones depends on the seed."""
-    return images.train.pixels[shuffled(len(images.train), images.seed, "quality")[:count]]
+    """Pixels of at most ``count`` images; which ones depends on the seed."""
+    pool = _looked_at(images)
+    return pool.pixels[shuffled(len(pool), images.seed, "quality")[:count]]
 
 
 @dataclass(frozen=True)
 class LabelFree(Protocol):
-    """The quality of the features of training images."""
+    """The quality of the features of training images, or of held-out ones without labels."""
 
     kind: ClassVar[str] = "quality"
     labels = 0.0
@@ -198,7 +206,7 @@ class LabelFree(Protocol):
 
     def settings(self, images: Images) -> dict[str, Any]:
         """How many images there were."""
-        return {"images": min(self.images, len(images.train))}
+        return {"images": min(self.images, len(_looked_at(images)))}
 
     def measure(self, encoded: Encoded, _: Progress = silent) -> dict[str, Any]:
         """All numbers of :class:`Quality`, and whether the representation has collapsed."""

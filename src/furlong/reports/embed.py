@@ -1,4 +1,4 @@
-"""Features of a folder of images in a parquet file, and the images nearest to another one.
+"""Features of a folder or manifest in a parquet file, and the images nearest to another one.
 
 The file has a row per image (path, folder, width, height, feature) and says in its metadata by
 which encoder the features were made, so that those of another one are not compared with them.
@@ -19,17 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from furlong.data.decode import (
-    ByteArray,
-    Skipped,
-    Unusable,
-    decode,
-    many,
-    opened,
-    printable,
-    upright,
-)
+from furlong.data.decode import decode, facts, many
+from furlong.data.folders import Found as FoundImage
 from furlong.data.folders import scan
+from furlong.data.manifest import every_image
+from furlong.data.reading import ByteArray, Place, Reading, Skipped, Unusable, printable
 from furlong.errors import FurlongError
 from furlong.evaluation.features import features
 from furlong.files import replacing
@@ -53,10 +47,8 @@ class Embedder:
         self._encoder = load_encoder(run)
         self.size = int(about["image_size"])
         self.width = int(about["width"])
-        if int(about["channels"]) != 3:
-            raise FurlongError(
-                f"{run} takes images of {about['channels']} channel(s); image files have 3."
-            )
+        window, slices = str(about.get("window", "auto")), str(about.get("slices", "axial"))
+        self.how = Reading(int(about["channels"]), window, slices)
         digest = hashlib.sha256()
         for name in sorted(weights):
             digest.update(name.encode() + weights[name].contiguous().numpy().tobytes())
@@ -64,15 +56,15 @@ class Embedder:
         self.about["weights_sha256"] = digest.hexdigest()
 
     def __call__(self, pixels: list[ByteArray]) -> Tensor:
-        """Images 3×S×S, B of them, to features B×d."""
+        """Images C×S×S, B of them, to features B×d."""
         transform: Callable[[Tensor], Tensor] = self._encoder.transform  # type: ignore[assignment]
         return features(self._encoder, torch.from_numpy(np.stack(pixels)), transform, BATCH)
 
-    def read(self, data: bytes | Path) -> _Read:
+    def read(self, data: Place) -> _Read:
         """An image file as the encoder takes it, and its own width and height."""
-        with opened(data) as image:
-            width, height = upright(image)
-        return _Read(width, height, decode(data, (self.size, self.size)))
+        seen = facts(data, self.how)
+        pixels = decode(data, (self.size, self.size), how=self.how)
+        return _Read(seen.width, seen.height, pixels)
 
     def one(self, path: Path) -> Tensor:
         """The feature d of one file."""
@@ -101,20 +93,34 @@ class Block:
     features: Tensor
 
 
+def images_of(
+    place: Path, root: str | None, how: Reading
+) -> tuple[list[FoundImage], list[Skipped]]:
+    """All images of a folder or of a manifest, whose files are in ``root``; and what is not one."""
+    if place.is_dir():
+        return scan(place, how)
+    if place.is_file() and place.suffix in (".csv", ".tsv", ".parquet"):
+        return every_image(place, root, how)
+    raise FurlongError(f"there is no folder {place}, and no manifest (.csv, .tsv, .parquet).")
+
+
 def folder_rows(
-    embedder: Embedder, root: Path, skipped: list[Skipped], show: Show | None = None
+    embedder: Embedder,
+    place: Path,
+    skipped: list[Skipped],
+    show: Show | None = None,
+    root: str | None = None,
 ) -> Iterator[Block]:
-    """All images below ``root`` in blocks, by path; what is unusable goes to ``skipped``."""
-    if not root.is_dir():
-        raise FurlongError(f"there is no folder {root}.")
-    names, refused = scan(root)
+    """All images of ``place`` in blocks, by path; what is unusable goes to ``skipped``."""
+    found, refused = images_of(place, root, embedder.how)
     skipped += refused
     with many(embedder.read) as read_all:
-        for start in range(0, len(names), BLOCK):
-            part = names[start : start + BLOCK]
-            read = read_all([(printable(name), root / name) for name in part])
-            skipped += [each for each in read if isinstance(each, Skipped)]
-            good = [(n, r) for n, r in zip(part, read, strict=True) if isinstance(r, _Read)]
+        for start in range(0, len(found), BLOCK):
+            part = found[start : start + BLOCK]
+            read = read_all([(printable(each.name), each.place) for each in part])
+            bad = [each for each in read if isinstance(each, Skipped)]
+            skipped += [each for each in bad if not each.is_empty]
+            good = [(f.name, r) for f, r in zip(part, read, strict=True) if isinstance(r, _Read)]
             if good:
                 yield Block(
                     [text(name) for name, _ in good],
@@ -123,7 +129,7 @@ def folder_rows(
                     embedder([each.pixels for _, each in good]),
                 )
             if show is not None:
-                show(start + len(part), len(names))
+                show(start + len(part), len(found))
 
 
 def text(name: str) -> str:
@@ -156,18 +162,24 @@ def _kind(field: pa.Field | None) -> str:
 
 
 def embed(
-    embedder: Embedder, root: Path, out: Path, *, force: bool = False, show: Show | None = None
+    embedder: Embedder,
+    place: Path,
+    out: Path,
+    *,
+    root: str | None = None,
+    force: bool = False,
+    show: Show | None = None,
 ) -> tuple[int, list[Skipped]]:
-    """Write the features of all images below ``root``; how many, and what was skipped."""
+    """Write the features of all images of ``place``; how many, and what was skipped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    about = json.dumps({**embedder.about, "root": str(root.resolve())})
+    about = json.dumps({**embedder.about, "root": str(place.resolve())})
     schema = _schema(embedder.width).with_metadata({KEY: about})
     count, skipped = 0, list[Skipped]()
     with replacing(out, force) as draft:
         with pq.ParquetWriter(draft, schema) as writer:
-            for rows in folder_rows(embedder, root, skipped, show):
+            for rows in folder_rows(embedder, place, skipped, show, root):
                 flat = pa.array(rows.features.numpy().ravel())
                 folders = [str(Path(path).parent.as_posix()) for path in rows.paths]
                 columns = [
@@ -180,7 +192,7 @@ def embed(
                 writer.write_table(pa.Table.from_arrays(columns, schema=schema))
                 count += len(rows.paths)
         if not count:
-            raise FurlongError(f"there is no readable image in {root}.")
+            raise FurlongError(f"there is no readable image in {place}.")
     return count, skipped
 
 

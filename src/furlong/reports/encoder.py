@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from furlong.data.decode import ByteArray, Skipped, many, printable
+from furlong.data.decode import many
+from furlong.data.reading import ByteArray, Skipped, printable
 from furlong.errors import FurlongError
 from furlong.files import replacing, require_free
 from furlong.reports.embed import BLOCK, Embedder

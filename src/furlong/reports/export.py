@@ -98,13 +98,17 @@ def describe(about: dict[str, Any]) -> dict[str, str]:
     try:
         recipe = preset(str(about["augment"]))
         data, method, encoder = (str(about[key]) for key in ("data", "method", "encoder"))
+        channels = int(about["channels"])
     except KeyError as error:
         raise FurlongError(f"the run's encoder.json lacks {error}.") from None
     found = {key: str(value) for key, value in about.items()}
     found["data"] = cards.short(data)
     for key, name in (("method", method), ("encoder", encoder)):
         found[key] = Path(name).name if ":" in name else name  # file.py:name
-    return found | {"mean": json.dumps(recipe.mean), "std": json.dumps(recipe.std)}
+    mean, std = recipe.mean, recipe.std
+    if channels != len(mean):  # as views of such images are normalised
+        mean, std = ((sum(each) / len(each),) * channels for each in (mean, std))
+    return found | {"mean": json.dumps(mean), "std": json.dumps(std)}
 
 
 def _store(path: Path, data: bytes, force: bool) -> None:
@@ -250,7 +254,8 @@ def _onnx(encoder: nn.Module, about: dict[str, str], pixels: bool) -> tuple[byte
 def _input(about: dict[str, str], pixels: bool) -> str:
     side = about["image_size"]
     kind = "uint8" if pixels else "float32, pixels / 255 normalised with mean and std,"
-    return f"images: {kind} batch×{about['channels']}×{side}×{side}, RGB"
+    colours = ", RGB" if about["channels"] == "3" else ""
+    return f"images: {kind} batch×{about['channels']}×{side}×{side}{colours}"
 
 
 def _optional(name: str) -> Any:

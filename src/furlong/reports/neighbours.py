@@ -7,18 +7,26 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from furlong.data.decode import Unusable, decode, printable
-from furlong.data.folders import scan
-from furlong.reports.embed import Found, text
+from furlong.data.decode import decode
+from furlong.data.folders import place_of
+from furlong.data.reading import Frame, Place, Reading, Unusable, printable
+from furlong.reports.embed import Found, images_of, text
 from furlong.reports.pictures import as_uri
 from furlong.reports.rendering import render
 
 THUMB = 192  # pixels of the longer side
 
 
-def page(query: Path, root: Path, found: Found, about: dict[str, str]) -> str:
-    """A self-contained HTML page: the query, then its neighbours, thumbnails inside."""
-    asked, files = query.resolve(), _files(root, [each.path for each in found.nearest])
+def page(
+    query: Path, root: Path, found: Found, about: dict[str, str], files_in: str | None = None
+) -> str:
+    """A self-contained HTML page: the query, then its neighbours, thumbnails inside.
+
+    ``root`` is the folder that was searched, or the manifest, whose files are in ``files_in``.
+    """
+    how = Reading(window=about.get("window", "auto"), slices=about.get("slices", "axial"))
+    asked = query.resolve()
+    files = _files(root, [each.path for each in found.nearest], files_in, how)
     rest = max(1 - found.median, 1e-9)
     cards = [
         {
@@ -27,14 +35,14 @@ def page(query: Path, root: Path, found: Found, about: dict[str, str]) -> str:
             "size": f"{each.width}×{each.height}",
             "similarity": each.similarity,
             "bar": 100 * min(1.0, max(0.0, (each.similarity - found.median) / rest)),
-            "self": files[each.path].resolve() == asked,
-            "image": thumbnail(files[each.path]),
+            "self": _is_file(files[each.path], asked),
+            "image": thumbnail(files[each.path], how),
         }
         for each in found.nearest
     ]
     contents = {
         "query": printable(query.name),
-        "image": thumbnail(query),
+        "image": thumbnail(query, how),
         "cards": cards,
         "found": found,
         "about": about,
@@ -43,19 +51,26 @@ def page(query: Path, root: Path, found: Found, about: dict[str, str]) -> str:
     return render("neighbours.html.jinja", contents)
 
 
-def _files(root: Path, paths: list[str]) -> dict[str, Path]:
-    """The files of ``paths``, which :func:`text` has changed where names are not Unicode."""
-    found = {path: root / path for path in paths}
-    if root.is_dir() and not all(file.exists() for file in found.values()):
-        names = {text(name): name for name in scan(root)[0]}
-        found = {path: root / names.get(path, path) for path in paths}
+def _is_file(place: Path | Frame, asked: Path) -> bool:
+    return isinstance(place, Path) and place.resolve() == asked
+
+
+def _files(
+    root: Path, paths: list[str], files_in: str | None, how: Reading
+) -> dict[str, Path | Frame]:
+    """Where ``paths`` are, which :func:`text` has changed where names are not Unicode."""
+    found = {path: place_of(root, path) for path in paths}
+    there = (isinstance(each, Frame) or each.exists() for each in found.values())
+    if root.exists() and not all(there):
+        named = {text(each.name): each.place for each in images_of(root, files_in, how)[0]}
+        found = {path: named.get(path, place) for path, place in found.items()}
     return found
 
 
-def thumbnail(path: Path) -> str | None:
+def thumbnail(place: Place, how: Reading) -> str | None:
     """A data: URI of the whole image, small; ``None`` if the file is gone or unreadable."""
     try:
-        pixels = decode(path, None)
+        pixels = decode(place, None, how=how)
     except Unusable:
         return None
     image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))

@@ -15,6 +15,7 @@ import tomli_w
 from furlong.core.aggregation import ServerSettings
 from furlong.core.context import OptimiserSettings
 from furlong.core.method import AnyMethod, Method
+from furlong.data.reading import Reading
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.linear import RECIPES
 from furlong.methods import METHODS, Row
@@ -42,12 +43,15 @@ class DataSettings:
     name: str = setting(
         "shapes",
         "shapes, cifar10, cifar100, fashion_mnist, mnist, stl10, mini_imagenet, folder:PATH, "
-        "parquet:PATH, or sites: every node brings its own.",
+        "parquet:PATH, manifest:PATH, or sites: every node brings its own.",
         short="data",
         table=True,
     )
     root: str | None = setting(
-        None, "Where a named set lies; else $FURLONG_DATA, else the Hub.", role="place"
+        None,
+        "Where a named set lies (else $FURLONG_DATA, else the Hub), or the files of a manifest; "
+        "several folders with a colon between them (Windows: a semicolon).",
+        role="place",
     )
     images: int | None = setting(None, "Use at most this many training images.", table=True)
     test_images: int | None = setting(
@@ -82,6 +86,33 @@ class DataSettings:
     group_by: str | None = setting(
         None, "Natural partition: a column, or 'folder' (one per client).", table=True
     )
+    holdout_by: str = setting(
+        "auto",
+        "What is kept together when images are held out: a column, folder:LEVEL (2: the folders "
+        "below the first ones), or image; auto: patients where the data tell them, else images.",
+        table=True,
+        told=True,
+        agree=False,
+    )
+    window: str = setting(
+        "auto",
+        "Values of images with more than 8 bits that become black and white: percentile, "
+        "percentile:LOW:HIGH, full, LOW:HIGH; auto: a DICOM file's own, else percentiles 1 and 99.",
+        table=True,
+    )
+    channels: int = setting(
+        3,
+        "Channels of an image: 3 (grey is repeated), 1 (colours become grey), or as many as all "
+        "files have.",
+        table=True,
+        at_least=1,
+        at_most=64,
+    )
+    slices: str = setting(
+        "axial",
+        "Slices of a volume (NIfTI): axial, coronal or sagittal; axial:3 is every third.",
+        table=True,
+    )
     augment: str = setting(
         "auto",
         "Augmentation; auto: the method's usual one (on shapes 'shapes' if that changes colours).",
@@ -98,6 +129,11 @@ class DataSettings:
         False, "Unreadable image files are errors.", role="watch", short="strict", agree=True
     )
     cache: str | None = setting(None, "Folder for decoded images.", role="place")
+
+    @property
+    def reading(self) -> Reading:
+        """How image files are read."""
+        return Reading(self.channels, self.window, self.slices)
 
 
 @dataclass(frozen=True)
@@ -550,6 +586,7 @@ def _check(config: Config) -> None:
     link, probe = config.flower.superlink, config.evaluate.probe
     if link is not None and config.run.engine != "flower":
         raise FurlongError(f"flower.superlink is {link}, which needs --engine flower.")
+    _ = config.data.reading  # refuses words that mean nothing
     recipes = {"none", *RECIPES}
     if probe not in recipes:
         raise FurlongError(f"evaluate.probe is {probe!r}. {nearest(probe, recipes)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ from furlong.data import images as data
 from furlong.data.images import ImageSet, NoSplit
 from furlong.errors import FurlongError
 from furlong.runs.config import Config
-from furlong.seeding import seed_of, shuffled
+from furlong.runs.holdout import hold_out, on_both_sides
+from furlong.seeding import seed_of
 
-HOLDOUT = 0.1  # of a labelled set that has no test split
-HELD_OUT = "random images are held out for evaluation"
 SITES = "sites"  # the data's name when every node brings its own images
 
 
 def load_data(
     settings: Config, trained: Config | None = None
 ) -> tuple[ImageSet, ImageSet | None, list[str]]:
-    """Training images, test images if there are labelled ones, and what to tell the user.
+    """Training images, images to measure on, and what to tell the user.
+
+    Without labels nothing is measured on other images than those of training, unless
+    ``data.holdout_by`` names what to hold out by.
 
     ``trained``: the settings of the run that an encoder of the same data comes from. Which images
     are taken and which are held out is then as it was there; ``settings`` can only ask for fewer
@@ -40,6 +43,8 @@ def load_data(
         "strict": d.strict,
         "cache": d.cache,
         "group_by": grouping(settings) or grouping(own),
+        "holdout_by": own.data.holdout_by,
+        "how": d.reading,
         "seed": own.run.seed,
     }
     train = data.load(d.name, "train", limit=d.images, **options)
@@ -48,7 +53,8 @@ def load_data(
         notes.append(skipped(train))
     if train.labels is None:
         notes.append("the images have no labels: no accuracy will be measured")
-        return train, None, notes
+        if own.data.holdout_by in ("auto", "image"):
+            return train, None, notes
     try:
         if own.data.validation:
             raise NoSplit
@@ -58,14 +64,12 @@ def load_data(
         if d.images != own.data.images:
             _refuse_more(d.images, own.data.images)
             train = data.load(d.name, "train", limit=own.data.images, **options)
-        order = shuffled(len(train), own.run.seed, "holdout")
-        cut = max(1, int(HOLDOUT * len(train)))
-        if own.data.validation and own.data.test_images:
-            cut = min(own.data.test_images, len(train) - 1)
-        why = "data.validation" if own.data.validation else "no test split"
-        notes.append(f"{why}: {cut} {HELD_OUT}")
-        rest = order[cut:] if d.images == own.data.images else order[cut:][: d.images]
-        test, train = train.subset(order[:cut][: d.test_images]), train.subset(rest.sort()[0])
+        held, rest, words = hold_out(train, own)
+        notes.append(words)
+        rest = rest if d.images == own.data.images else rest[: d.images]
+        test, train = train.subset(held[: d.test_images]), train.subset(rest.sort()[0])
+    if said := on_both_sides(train, test):
+        notes.append(said)
     return train, test, notes
 
 
@@ -89,14 +93,22 @@ def skipped(images: ImageSet) -> str:
 def grouping(settings: Config) -> str | None:
     """By what the images are grouped: it also decides which folders are classes."""
     d = settings.data
-    natural = d.partition == "natural" and d.name.startswith("folder:")
-    return d.group_by or ("folder" if natural else None)
+    usual = {"folder": "folder", "parquet": "site", "manifest": "site"}
+    natural = usual.get(d.name.partition(":")[0]) if d.partition == "natural" else None
+    return d.group_by or natural
 
 
 def absolute(name: str) -> str:
     """``folder:PATH`` so that a run can be resumed from another working directory."""
     kind, colon, path = name.partition(":")
     return f"{kind}:{Path(path).resolve()}" if colon else name
+
+
+def absolute_roots(root: str) -> str:
+    """``data.root``, likewise."""
+    return os.pathsep.join(
+        str(Path(each).expanduser().resolve()) for each in root.split(os.pathsep)
+    )
 
 
 def load_public(settings: Config, train: ImageSet) -> Shard:
@@ -114,6 +126,7 @@ def load_public(settings: Config, train: ImageSet) -> Shard:
         image_size=train.size[0],
         limit=d.public_images,
         cache=d.cache,
+        how=d.reading,
         seed=seed_of(settings.run.seed, "public") % 2**31,
     )
     if shown.channels != train.channels:

@@ -90,6 +90,8 @@ def about(prepared: Prepared) -> dict[str, Any]:
         "channels": setup.channels,
         "image_size": setup.image_size,
         "width": setup.width,
+        "window": prepared.config.data.window,
+        "slices": prepared.config.data.slices,
         "augment": prepared.config.data.augment,
         "method": prepared.config.method["name"],
         "data": prepared.config.data.name,

@@ -27,11 +27,12 @@ from furlong.nn.devices import pick_device
 from furlong.nn.encoders import build_encoder
 from furlong.runs import checkpoint, config
 from furlong.runs.config import Config, DataSettings
-from furlong.runs.datasets import HELD_OUT, absolute, grouping, load_data
+from furlong.runs.datasets import absolute, grouping, load_data
 from furlong.runs.encoders import about as described
 from furlong.runs.encoders import encoders, untrained, who
 from furlong.runs.finetune import ClientImages, Federated
 from furlong.runs.folder import RunFolder
+from furlong.runs.holdout import HELD_OUT
 from furlong.runs.prepare import prepare, workers
 from furlong.runs.record import RunRecord
 from furlong.runs.results import Result, mean_and_spread, protocols
@@ -69,6 +70,10 @@ def settings_of(place: Path, overrides: Mapping[str, Any] | None = None) -> Conf
                 f"{place} was trained on {name}: say which images, e.g. --data {name}"
             )
         given["data"] = name
+    about = read_encoder(place)[0]
+    for key in ("window", "slices"):  # as the images that it was trained on were read
+        if key in about:
+            given.setdefault(f"data.{key}", str(about[key]))
     return config.load(None, given)
 
 
@@ -138,6 +143,12 @@ class Bench:
     ) -> None:
         self.own, self._about = own, measured.about
         data = settings.data
+        if own is not None and self._is_own(data.name) and data.holdout_by != own.data.holdout_by:
+            raise FurlongError(
+                f"data.holdout_by is {data.holdout_by}, but the run held out by "
+                f"{own.data.holdout_by}, and its images stay on the side that they were on: leave "
+                "it out, or name other images with --data."
+            )
         self.settings = replace(settings, data=replace(data, name=absolute(data.name)))
         self.device = pick_device(settings.run.device)
         self.workers = workers(settings, self.device)
@@ -152,7 +163,7 @@ class Bench:
     def _read(self, data: DataSettings) -> tuple[Images, list[str]]:
         """Images at the encoder's size; of the run's own set they are on the side they were."""
         channels, size = self._about["channels"], self._about["image_size"]
-        data = replace(data, image_size=data.image_size or size)
+        data = replace(data, image_size=data.image_size or size, channels=channels)
         trained = self.own if self._is_own(data.name) else None
         train, test, notes = load_data(replace(self.settings, data=data), trained)
         if (train.channels, *train.size) != (channels, size, size):
@@ -222,6 +233,9 @@ MATTERS: dict[str, tuple[str, ...]] = {
     "data.images": (*ACCURATE, "quality"),
     "data.test_images": ACCURATE,
     "data.group_by": ACCURATE,
+    "data.holdout_by": ACCURATE,
+    "data.window": (*ACCURATE, "quality"),
+    "data.slices": (*ACCURATE, "quality"),
     "data.partition": ("federated",),
     "data.clients": ("federated",),
     "evaluate.k": ("knn",),

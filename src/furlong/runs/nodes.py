@@ -19,6 +19,9 @@ from furlong.runs.datasets import SITES, load_data
 from furlong.runs.parties import augmentation, parties, setup_of
 from furlong.runs.split import fingerprint, split_data
 
+# of data = sites: what all sites have in common; which images they are is their own affair
+SHARED = ("name", "image_size", "augment", "window", "channels", "slices")
+
 
 @dataclass(frozen=True)
 class Members:
@@ -58,7 +61,7 @@ def told(settings: Config, *, paths: bool = False) -> dict[str, Any]:
     tree["data"]["augment"] = augmentation(settings, settings.make_method())
     names = [name for name, fact in all_facts().items() if fact.told]
     if settings.data.name == SITES:  # nobody else has a say in which images a site has
-        own = ("data.name", "data.image_size", "data.augment")
+        own = tuple(f"data.{key}" for key in SHARED)
         names = [name for name in names if not name.startswith("data.") or name in own]
     names += ["data.root", "data.cache"] if paths else []
     chosen: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from furlong.engines.pool import default_workers
 from furlong.errors import FurlongError
 from furlong.evaluation.knn import neighbours
 from furlong.runs.config import Config, sends
-from furlong.runs.datasets import SITES, absolute, load_data, load_public
+from furlong.runs.datasets import SITES, absolute, absolute_roots, load_data, load_public
 from furlong.runs.initial import Initial, begun, located
 from furlong.runs.nodes import Members, own_size
 from furlong.runs.parties import augmentation, parties, setup_of
@@ -142,6 +142,7 @@ def resolved(settings: Config, method: AnyMethod, clients: int | None, k: int) -
         data=replace(
             data,
             name=absolute(data.name),
+            root=data.root and absolute_roots(data.root),
             public=data.public and absolute(data.public),
             augment=augmentation(settings, method),
             clients=clients,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from furlong.runs.config import WITHOUT, Config
 
 
 def split_data(settings: Config, train: ImageSet, seed: int | None = None) -> Partition:
-    """Who gets which images; ``seed`` is the run's if it is not given."""
-    return partition(
+    """Who gets which images; ``seed`` is the run's if it is not given.
+
+    An image with a weight is there as often as that says.
+    """
+    cut = partition(
         settings.data.partition,
         train.labels,
         client_count(settings),
@@ -25,6 +29,15 @@ def split_data(settings: Config, train: ImageSet, seed: int | None = None) -> Pa
         seed=settings.run.seed if seed is None else seed,
         groups=train.groups,
     )
+    if train.weights is None:
+        return cut
+    rows = tuple(train.weighted(each) for each in cut.indices)
+    if empty := [client for client, each in enumerate(rows) if not len(each)]:
+        raise FurlongError(
+            f"the weights leave client {empty[0]} without images ({len(empty)} client(s) in all): "
+            "correct the column 'weight', or leave these rows out."
+        )
+    return replace(cut, indices=rows)
 
 
 def site_names(train: ImageSet, split: Partition) -> list[str] | None:
