@@ -149,7 +149,7 @@ def test_fields_that_differ_name_the_rows(tmp_path: Path) -> None:
     group = group_of(tmp_path)
     labels = [row.label for row in group.own]
     assert labels == ["fedu, threshold=0.2", "fedu, threshold=0.4", "fedsimclr"]
-    assert "Not the same in all rows: optimiser.lr is 0.1 (fedsimclr); 0.002 (the others)." in (
+    assert "Not the same in all rows: optimiser.lr is 0.1 (fedsimclr); 0.001 (the others)." in (
         group.notes
     )
 

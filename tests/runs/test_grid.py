@@ -52,7 +52,7 @@ def test_tables_of_methods(tmp_path: Path) -> None:
     found = {cell.method: cell for cell in grid.grid([file], [], 1, tmp_path, {})}
     assert list(found) == ["fedu", "fedsimclr", "fedu@pooled", "fedca bare"]
     fedu, pooled = found["fedu"].settings, found["fedu@pooled"].settings
-    assert (fedu.method["threshold"], fedu.data.augment, fedu.optimiser.lr) == (0.3, "fedca", 0.002)
+    assert (fedu.method["threshold"], fedu.data.augment, fedu.optimiser.lr) == (0.3, "fedca", 0.001)
     assert (pooled.method["threshold"], pooled.optimiser.lr) == (0.3, 0.5)  # its own on top
     assert found["fedsimclr"].settings.data.augment == "auto"
     assert found["fedca bare"].settings.method["dictionary"] == 0
