@@ -65,7 +65,12 @@ class Initial:
     rows: tuple[Row, ...]
 
     def table(self) -> Iterator[str]:
-        """The rows in a few lines: those that differ with their reasons, alike ones together."""
+        """The rows in a few lines: those that differ with their reasons, alike ones together.
+
+        Nothing of a run that goes on: it has said so before.
+        """
+        if not self.rows:
+            return
         of = len(self.weights)
         used = sum(row.state in ("matched", "adapted") for row in self.rows)
         prefix = f", whose names begin with {self.prefix}" if self.prefix else ""
