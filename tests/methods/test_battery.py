@@ -22,6 +22,7 @@ from furlong.engines.inprocess import InProcess
 from furlong.methods import METHODS
 from furlong.methods.wrappers.alone import Alone
 from furlong.nn.encoders import build_encoder
+from furlong.nn.vit import VisionTransformer
 from furlong.runs.initial import fixed
 from furlong.runs.prepare import Prepared
 from furlong.runs.record import EVERY_RUN
@@ -271,6 +272,20 @@ def test_encoder_takes_images_and_is_in_eval_mode(prepared: Any, name: str) -> N
 def test_every_batchnorm_policy(prepared: Any, name: str, policy: str) -> None:
     p = prepared(name, **{"method.bn_stats": policy})
     assert finish(p) == finish(p, workers=2)
+
+
+@four_methods
+def test_with_a_vision_transformer(prepared: Any, name: str) -> None:
+    """It has no BatchNorm, tokens instead of maps, and other names."""
+    p = prepared(name, encoder="vit_mini", rounds=1)
+    server, _ = finish(p)
+    state = unpack(bytearray(server))
+    encoder = p.method.encoder(state, p.server.context(p.server.exchanges()[-1]))
+    assert [part for part in encoder.modules() if isinstance(part, VisionTransformer)]
+    assert encoder(p.setup.augment.plain(p.train.pixels[:5])).shape == (5, p.setup.width)
+    before, after = (flatten(value)[0] for value in (p.server.init(), state))
+    moved = [n for n, t in before.items() if "blocks" in n and not torch.equal(t, after[n])]
+    assert len(moved) >= 4 * 12  # all tensors of the four blocks
 
 
 @four_methods

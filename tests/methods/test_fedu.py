@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -261,6 +262,16 @@ def test_divergence_counts_and_zero() -> None:
         moved = {n: t + 1 for n, t in weights.items()}
         assert mean_conv_l2(moved, weights) == pytest.approx(1.0)
         assert mean_conv_l2(weights, weights) == sq_l2(weights, weights) == 0.0
+    with torch.device("meta"):
+        shapes = {n: t.shape for n, t in build_encoder("vit_tiny").state_dict().items()}
+    a = {f"backbone.{n}": torch.zeros(shape) for n, shape in shapes.items()}
+    a["projector.0.weight"] = torch.zeros(3, 3)
+    # a transformer: the four matrices of each of twelve blocks and the patches' projection
+    b = {n: t + (1.0 if n.endswith("attn.qkv.weight") else 0.0) for n, t in a.items()}
+    assert mean_conv_l2(a, b) == pytest.approx(12 * math.sqrt(3 * 192 * 192) / 49)
+    others = ("pos_embed", "cls_token", "projector", "norm", "bias")
+    b = {n: t + (1.0 if any(word in n for word in others) else 0.0) for n, t in a.items()}
+    assert mean_conv_l2(a, b) == 0.0
     a = {"conv.weight": torch.tensor([3.0, 4.0]), "bn.running_mean": torch.ones(1)}
     b = {"conv.weight": torch.zeros(2), "bn.running_mean": torch.zeros(1)}
     assert mean_conv_l2(a, b) == 5.0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,6 +154,19 @@ def test_onnx_gives_the_same_features(run: Path, tmp_path: Path, pixels: bool) -
     assert str(Path(__file__).parents[2]).encode() not in done.path.read_bytes()  # stack traces
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_mini",
+        pytest.param("vit_mini_patch4_reg2_dinov2", marks=pytest.mark.slow),
+        pytest.param("efficientnet_lite0", marks=pytest.mark.slow),
+    ],
+)
+def test_other_kinds_of_encoders_as_onnx(other: Any, tmp_path: Path, name: str) -> None:
+    """The export compares with torch by itself, for several sizes of batches."""
+    assert "differ by at most" in export(other(name), "onnx", tmp_path / "e.onnx").checked
+
+
 def test_a_graph_that_computes_something_else_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +261,37 @@ def test_timm_would_compute_the_same(other: Any, tmp_path: Path) -> None:
     assert "Conv2d" not in large.load
 
 
-@pytest.mark.parametrize("name", ["small", "cnn5", "resnet18+gn", "rep16_pn+resnet18"])
+@pytest.mark.parametrize("name", ["vit_mini_patch4", "vit_mini_patch4_dinov2"])
+def test_timm_makes_the_transformer_from_these_arguments(
+    other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The lines run; what they ask of timm, which is absent here, are the encoder's own sizes."""
+    folder = other(name)
+    done = export(folder, "timm", tmp_path / "t.safetensors")
+    asked: dict[str, Any] = {}
+
+    def make(**given: Any) -> torch.nn.Module:
+        asked.update(given)
+        return build_encoder(name, given["in_chans"], given["img_size"])
+
+    timm = SimpleNamespace(models=SimpleNamespace(VisionTransformer=make))
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    exec(done.load, scope)
+    image = {"img_size": 16, "patch_size": 4, "in_chans": 3, "num_classes": 0}
+    wanted = {**image, "embed_dim": 96, "depth": 4, "num_heads": 3}
+    assert asked == (wanted | {"init_values": 1e-5} if "dinov2" in name else wanted)
+    encoder = load_encoder(folder)
+    images = encoder.transform(some_images())
+    with torch.no_grad():
+        assert torch.equal(scope["model"](images), encoder(images))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["small", "cnn5", "efficientnet_lite0", "resnet18+gn", "rep16_pn+resnet18", "vit_mini_reg2"],
+)
 def test_encoders_that_timm_lacks(other: Any, tmp_path: Path, name: str) -> None:
     with pytest.raises(FurlongError, match="has no counterpart in timm"):
         export(other(name), "timm", tmp_path / "t.safetensors")

@@ -85,7 +85,7 @@ class Method(ABC, Generic[S, C, D, U]):
     # settings by section.key that a run has where neither a file nor an option says another; a
     # user who names only the method gets them (how they were chosen: docs/results.md)
     usual: ClassVar[Mapping[str, Any]] = USUAL
-    usual_small: ClassVar[Mapping[str, Any]] = {}  # its own fields beside the encoder "small"
+    usual_small: ClassVar[Mapping[str, Any]] = {}  # its own fields beside a small encoder
     usual_augment: ClassVar[str] = "moco_cifar"  # the preset that data.augment = "auto" stands for
     keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
     leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal

@@ -59,10 +59,15 @@ def ema_(target: nn.Module, online: nn.Module, decay: float) -> None:
 def mean_conv_l2(a: Weights, b: Weights) -> float:
     """Mean over the convolution weights of their L2 distance (EasyFL's divergence).
 
-    Like EasyFL it takes the names that hold "conv" and "weight": 17 tensors of a ResNet-18. An
-    encoder without such names is measured by its four-dimensional weights.
+    Like EasyFL it takes the names that hold "conv" and "weight": 17 tensors of a ResNet-18. In a
+    vision transformer the patches' projection and the matrices of the blocks do the work of
+    convolutions: 49 tensors of a ViT-Tiny. Any other encoder without such names is measured by its
+    four-dimensional weights.
     """
     names = [name for name in a if "conv" in name and "weight" in name]
+    if not names and any(name.endswith("attn.qkv.weight") for name in a):
+        parts = ("patch_embed.", "blocks.")
+        names = [n for n in a if a[n].dim() >= 2 and any(part in n for part in parts)]
     if not names:  # an encoder with other names: its convolutions, or all its matrices
         names = [n for n in a if a[n].dim() == 4] or [n for n in a if a[n].dim() >= 2]
     return sum(float(torch.linalg.vector_norm(a[n] - b[n])) for n in names) / len(names)

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from furlong.errors import FurlongError, nearest
 from furlong.nn.backbones import CNN5, ResNet, Small, Stem, resnet18, resnet50
+from furlong.nn.efficientnet import EfficientNetLite0
 from furlong.nn.heads import head
 from furlong.nn.peernorm import EARLY, with_early_norm
 from furlong.nn.sensor import (
@@ -27,6 +28,7 @@ from furlong.nn.sensor import (
     Trunk,
     require_even,
 )
+from furlong.nn.vit import SIZES, build_vit
 from furlong.plugins import load_object
 
 
@@ -42,6 +44,7 @@ ENCODERS: dict[str, Callable[[int, int], nn.Module]] = {
     "resnet50": lambda channels, size: resnet50(channels, _stem_by_size(size)),
     "resnet50_small": lambda channels, _: resnet50(channels, "small"),
     "resnet50_large": lambda channels, _: resnet50(channels, "large"),
+    "efficientnet_lite0": lambda channels, _: EfficientNetLite0(channels),
     "cnn5": lambda channels, _: CNN5(channels),
     "small": lambda channels, _: Small(channels),
 }
@@ -51,7 +54,8 @@ def build_encoder(name: str, in_channels: int = 3, image_size: int = 32) -> nn.M
     """The encoder called ``name``, with fresh weights and an attribute ``out_dim``.
 
     ``resnet18`` and ``resnet50`` take the stem for small images up to 96 pixels; a suffix
-    ``_small`` or ``_large`` decides otherwise. ``package.module:factory`` or
+    ``_small`` or ``_large`` decides otherwise. ``vit_tiny`` and its like take the patches that suit
+    the image; ``vit_tiny_patch4`` names them (``vit.build_vit``). ``package.module:factory`` or
     ``path/to/file.py:factory`` calls the user's own function (or class), with ``in_channels`` and
     ``image_size`` if it has parameters of those names.
 
@@ -60,13 +64,17 @@ def build_encoder(name: str, in_channels: int = 3, image_size: int = 32) -> nn.M
     """
     if name in ENCODERS:
         return ENCODERS[name](in_channels, image_size)
+    transformer = build_vit(name, in_channels, image_size)
+    if transformer is not None:
+        return transformer
     base, plus, last = name.rpartition("+")
     # a plus sign before the last colon is part of a path
     if plus and (":" not in last or _SENSOR.match(name)):
         return _composed(name, base, last, in_channels, image_size)
     if ":" not in name:
         raise FurlongError(
-            f"Unknown encoder {name!r}. {nearest(name, ENCODERS)} "
+            f"Unknown encoder {name!r}. {nearest(name, [*ENCODERS, *SIZES])} "
+            "Or with its patches: 'vit_tiny_patch4'. "
             "Or composed: 'resnet18+pn', 'rep32_pn+resnet18'. "
             "Or your own: 'package.module:factory' or 'path/to/file.py:factory'."
         )

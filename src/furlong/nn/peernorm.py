@@ -210,7 +210,8 @@ def with_early_norm(encoder: nn.Module, kind: str) -> nn.Module:
     if len(early) < 2 or any(name not in norms for name in early):
         raise FurlongError(
             f"An early norm replaces the first two BatchNorm2d of an encoder; this "
-            f"{type(encoder).__name__} does not have them."
+            f"{type(encoder).__name__} does not have them. Leave --model.early-norm as it is, or "
+            "choose another --encoder."
         )
     for name in early:
         parent, _, child = name.rpartition(".")

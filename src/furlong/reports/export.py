@@ -26,8 +26,9 @@ from furlong.core.payload import Weights, pack_tensors, unpack_tensors
 from furlong.data.augment import preset
 from furlong.errors import FurlongError, nearest
 from furlong.files import replacing, require_free, require_space
-from furlong.nn.encoders import evaluating
+from furlong.nn.encoders import build_encoder, evaluating
 from furlong.nn.lora import A, Rank
+from furlong.nn.vit import Block, VisionTransformer
 from furlong.reports import card as cards
 from furlong.reports.rendering import render
 from furlong.runs.record import RunRecord
@@ -165,12 +166,38 @@ def _timm(about: dict[str, Any]) -> dict[str, str]:
     """Which of timm's models it is; our ResNets have the names of timm's."""
     name = str(about["encoder"])
     base = name.removesuffix("_small").removesuffix("_large")
-    if base not in TIMM:
-        raise FurlongError(
-            f"the encoder {name} has no counterpart in timm: only {' and '.join(TIMM)} have. "
-            "Use --to safetensors or --to onnx."
-        )
-    return {"timm": base}
+    if base in TIMM:
+        return {"timm": base}
+    if ":" not in name and _transformer(about) is not None:
+        return {"timm": "VisionTransformer"}
+    raise FurlongError(
+        f"the encoder {name} has no counterpart in timm: only {', '.join(TIMM)} and vision "
+        "transformers without registers have. Use --to safetensors or --to onnx."
+    )
+
+
+def _transformer(about: dict[str, Any]) -> dict[str, Any] | None:
+    """How timm makes this vision transformer; ``None`` if the encoder is none, or has registers,
+    which timm keeps in another way.
+    """
+    channels, size = int(about["channels"]), int(about["image_size"])
+    with torch.device("meta"):  # only its sizes are wanted
+        encoder = build_encoder(str(about["encoder"]), channels, size)
+    if not isinstance(encoder, VisionTransformer) or encoder.register_tokens is not None:
+        return None
+    block = encoder.blocks[0]
+    assert isinstance(block, Block)
+    scaled = {} if isinstance(block.ls1, nn.Identity) else {"init_values": 1e-5}
+    return {
+        "img_size": size,
+        "patch_size": encoder.patch,
+        "in_chans": channels,
+        "num_classes": 0,
+        "embed_dim": encoder.out_dim,
+        "depth": len(encoder.blocks),
+        "num_heads": block.attn.heads,
+        **scaled,
+    }
 
 
 # ---------------------------------------------------------------- ONNX
@@ -293,14 +320,16 @@ def _forget_origin(graph: Any) -> None:
 
 def _loading(to: str, name: str, about: dict[str, str], weights: Weights, pixels: bool) -> str:
     """Python that loads the file and encodes; ``pixels`` there are uint8 images."""
+    base = _timm(about)["timm"] if to == "timm" else None
     contents = {
         "to": to,
         "file": json.dumps(name, ensure_ascii=False),
         "encoder": about["encoder"],
         "pixels": pixels,
         "normalised": _normalising(about),
-        "base": _timm(about)["timm"] if to == "timm" else None,
-        "stem": weights["conv1.weight"].shape if to == "timm" else None,
+        "base": base,
+        "stem": weights["conv1.weight"].shape if base in TIMM else None,
+        "transformer": _transformer(about) if base and base not in TIMM else None,
     }
     return render("loading.py.jinja", contents).strip()
 

@@ -142,7 +142,8 @@ class ModelSettings:
 
     encoder: str = setting(
         "small",
-        "small, cnn5, resnet18, resnet50, or module:factory, or file.py:factory.",
+        "small, cnn5, resnet18, resnet50, efficientnet_lite0, vit_mini, vit_tiny, vit_small, "
+        "vit_base (also vit_tiny_patch4), or module:factory, or file.py:factory.",
         short="encoder",
         table=True,
     )
@@ -441,7 +442,7 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
             for key in row.server if row else ():  # as is what its name says of the server
                 merged.get("server", {}).pop(key, None)
     row = method_row(str(other or merged.get("method", {}).get("name", MethodSettings().name)))
-    if overrides.get("encoder", overrides.get("model.encoder")) == "small":
+    if _is_small(overrides.get("encoder", overrides.get("model.encoder"))):
         for key in row.cls.usual_small:  # the file's are for a larger encoder
             merged.get("method", {}).pop(key, None)
     for name, value in overrides.items():
@@ -488,7 +489,7 @@ def method_row(name: str) -> Row:
 def _fill_usual(merged: dict[str, dict[str, Any]], row: Row) -> None:
     """What nobody has said is as the method is usually run; its name comes before its class."""
     usual = {**row.cls.usual, **{f"method.{key}": value for key, value in row.fields.items()}}
-    if merged.get("model", {}).get("encoder", ModelSettings().encoder) == "small":
+    if _is_small(merged.get("model", {}).get("encoder", ModelSettings().encoder)):
         usual |= {f"method.{key}": value for key, value in row.cls.usual_small.items()}
     # the rate of one optimiser means nothing to another
     own = str(usual.get("optimiser.name")).removesuffix("w")
@@ -497,6 +498,11 @@ def _fill_usual(merged: dict[str, dict[str, Any]], row: Row) -> None:
         section, _, key = name.partition(".")
         if not (section == "optimiser" and another):
             merged.setdefault(section, {}).setdefault(key, value)
+
+
+def _is_small(encoder: Any) -> bool:
+    """Whether it is one of the encoders for a CPU, beside which heads are small, too."""
+    return str(encoder).partition("_patch")[0] in ("small", "vit_mini")
 
 
 def _resolve_method(given: dict[str, Any], where: str) -> dict[str, Any]:
