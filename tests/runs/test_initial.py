@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Call, tiny
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import furlong
@@ -19,6 +20,7 @@ from furlong.core.payload import is_buffer, pack_tensors, unpack_tensors
 from furlong.core.weights import snapshot
 from furlong.errors import FurlongError
 from furlong.nn.encoders import build_encoder
+from furlong.nn.vit import VisionTransformer, resized_position
 from furlong.reports.export import export
 from furlong.runs import initial, loop
 from furlong.runs.cost import flows
@@ -363,3 +365,21 @@ def test_from_the_command_line(furlong_: Call, source: str) -> None:
     statistics = sum(t.nbytes for name, t in weights().items() if is_buffer(name))
     assert before["buffers"] - up["buffers"] == 2 * statistics  # of two clients
     assert up["params"] < before["params"] / 2
+
+
+def test_positions_of_a_transformer_follow_the_images(tmp_path: Path) -> None:
+    """Weights of images of 64 pixels, for images of 16."""
+    large = build_encoder("vit_mini_patch4", 3, 64)
+    save_file(large.state_dict(), tmp_path / "w.safetensors")
+    init = str(tmp_path / "w.safetensors")
+    p = prepare(tiny(init=init, encoder="vit_mini_patch4"))
+    assert p.initial is not None
+    (row,) = [row for row in p.initial.rows if row.state == "adapted"]
+    width = large.out_dim
+    assert (row.name, row.why) == ("pos_embed", f"from 1×257×{width} to 1×17×{width}")
+    expected = resized_position(large.state_dict()["pos_embed"], 4)
+    assert torch.equal(p.initial.weights["pos_embed"], expected)
+    small = build_encoder("vit_mini_patch4", 3, 16)
+    assert isinstance(small, VisionTransformer)
+    assert small.adapted("pos_embed", torch.zeros(1, 11, width)) is None  # no square
+    assert small.adapted("norm.weight", torch.zeros(3)) is None

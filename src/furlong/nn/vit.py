@@ -248,6 +248,18 @@ class VisionTransformer(nn.Module):
         out: Tensor = self.patch_embed(x) + places[:, 1:]
         return out
 
+    def adapted(self, name: str, tensor: Tensor) -> Tensor | None:
+        """What a tensor of another shape becomes here: positions follow the grid of patches.
+
+        ``None`` if nothing can be made of it. ``--init`` asks.
+        """
+        if name != "pos_embed" or tensor.dim() != 3 or tensor.shape[2] != self.out_dim:
+            return None
+        places = tensor.shape[1] - 1
+        if places < 1 or isqrt(places) ** 2 != places:
+            return None
+        return resized_position(tensor, isqrt(self.pos_embed.shape[1] - 1))
+
     def encode(self, patches: Tensor) -> Tensor:
         """Any patches' tokens B×N×d to B×(P+N)×d: class token, registers, patches, normalised."""
         first = [self.cls_token + self.pos_embed[:, :1]]
