@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from furlong.data.augment import preset
 from furlong.data.images import ImageSet
 from furlong.evaluation import metrics
+from furlong.evaluation.features import features
 from furlong.evaluation.knn import KNN, neighbours
+from furlong.evaluation.linear import linear_probe
 from furlong.evaluation.metrics import grade, measure
 from furlong.evaluation.protocol import Encoded, Images, Protocol
 from furlong.runs.config import EvaluateSettings
@@ -181,6 +183,12 @@ def test_few_labels_are_those_of_fine_tuning() -> None:
     few, all_ = (each.measure(encoded) for each in (linear, whole))
     assert few["labelled"] == len(rows)
     assert few["accuracy"] != all_["accuracy"]
+    used = torch.tensor([row for row in encoded.rows[0].tolist() if row in rows.tolist()])
+    assert seen.train.labels is not None
+    own = features(Pixels(), seen.train.pixels[used], seen.augment.plain)
+    _, _, *test = encoded.features
+    same = linear_probe(own, seen.train.labels[used], *test, epochs=400)
+    assert few["accuracy"] == same.accuracy
     assert linear.labels == 0.05
 
 
