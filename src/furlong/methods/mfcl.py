@@ -100,6 +100,7 @@ class MFCL(Method[Server, None, Model, Upload]):
         "optimiser.lr": 0.001,
         "method.representation": "rep16",
         "method.server_epochs": 20,
+        "method.refresh": "per_epoch",  # the same views in every epoch are learnt by heart
         "method.warmup": 0.1,
     }
     usual_augment = "mfcl"
