@@ -182,6 +182,7 @@ def test_check_of_labels_splits_and_leaks(call: Call, tmp_path: Path) -> None:
         (tmp_path / "d/train/y/dog/1.png").read_bytes()
     )
     found = json.loads(call("check", tmp_path / "d", "--json", "--strict").out)
+    assert "if these are patients: --holdout-by" in " ".join(call("check", "d").out.split())
     assert found["splits"] == {"train": 8, "test": 9}
     assert found["classes"] == {"cat": 9, "dog": 8}
     assert found["same"]["in_several_splits"] == [["train/y/dog/1.png", "test/x/cat/leak.png"]]

@@ -116,6 +116,8 @@ def test_monochrome1_is_turned_round_and_padding_is_black(tmp_path: Path) -> Non
     padded = decode(dicom(tmp_path / "3.dcm", pixels, PixelPaddingValue=-2000), None)[0]
     assert (padded[0] == 0).all()
     assert padded[1, 0] < 10  # the padding did not stretch the window
+    tags = {"PixelPaddingValue": -2000, "PhotometricInterpretation": "MONOCHROME1"}
+    assert (decode(dicom(tmp_path / "4.dcm", pixels, **tags), None)[0, 0] == 0).all()
 
 
 def test_eight_bits_stay_as_they_are(tmp_path: Path) -> None:

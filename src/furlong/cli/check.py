@@ -119,7 +119,10 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if classes:
         shown = dict(list(classes.items())[:MOST])
         more = f", … {len(classes) - MOST:,} more" if len(classes) > MOST else ""
-        yield "labels", f"{len(classes):,} classes: {_counts(shown)}{more}"
+        # below the sites, folders may be classes or patients: nobody but the user knows
+        inside = sites and found["data"].startswith("folder:") and found["holdout_by"] == "auto"
+        hint = " (the folders below the sites; if these are patients: --holdout-by folder:2)"
+        yield "labels", f"{len(classes):,} classes: {_counts(shown)}{more}{hint if inside else ''}"
     elif sites:
         yield (
             "labels",
