@@ -35,7 +35,7 @@ KEPT = Path(__file__).parent / "learning"
 METHODS = (
     *("fedsimclr", "ldawa", "fedmoco", "fcl", "fedca", "fedx", "fedsc", "ssd"),
     *("fedbyol", "fedsimsiam", "fedbarlow", "fedvicreg", "fedu", "fedema", "fedu2"),
-    *("fedswav", "feddc", "orchestra", "fedrot", "fedae", "mfcl"),
+    *("fedswav", "feddc", "orchestra", "fedrot", "fedae", "fedmae", "mfcl"),
 )
 SUPERVISED = ("fedavg", "fedprox", "moon")
 HELD = "held-out"  # public images: CIFAR-10 training images that no client of any seed holds

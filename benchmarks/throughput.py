@@ -6,6 +6,7 @@ adds reading and augmenting images, loading and packing weights, sending, checki
 them. Both are run in turn, several times; medians count.
 
     python benchmarks/throughput.py [--json] [--smoke] [--repeats 5] [--encoders cnn5,resnet18]
+    python benchmarks/throughput.py --encoders resnet18,vit_tiny,vit_small --methods fedsimclr
 """
 
 from __future__ import annotations

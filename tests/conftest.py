@@ -64,6 +64,7 @@ def pinned(method: str, small: bool = True) -> dict[str, Any]:
     fields = {fact.name: fact.default for fact in facts(row.cls)}
     heads = {key: value for key, value in SMALL.items() if small and key in fields}
     usual = [name.removeprefix("method.") for name in row.cls.usual if name.startswith("method.")]
+    usual += [name for name in row.cls.usual_small if name not in SMALL]
     own = {**{name: fields[name] for name in usual}, **heads}
     if "data.augment" in row.cls.usual:
         given["data.augment"] = "shapes"

@@ -132,7 +132,8 @@ def test_fedu_for_a_resnet18(furlong_: Call) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_method_in_words(furlong_: Call, name: str) -> None:
-    text = furlong_("methods", name, "--encoder", "small").out
+    encoder = METHODS[name].cls.usual.get("model.encoder", "small")
+    text = furlong_("methods", name, "--encoder", encoder).out
     for word in (
         "paper:",
         "usually run with:",
@@ -141,7 +142,7 @@ def test_one_method_in_words(furlong_: Call, name: str) -> None:
         "params",
     ):
         assert word in text
-    found = furlong_("methods", name, "--encoder", "small", "--json").json
+    found = furlong_("methods", name, "--encoder", encoder, "--json").json
     assert found["fields"].get("projection_head", "mlp:").startswith(("mlp:", "orchestra_proj"))
     assert found["usual"]["optimiser.name"] in text
     sent = [sum(count for _, count in ways["up"].values()) for ways in found["bytes"].values()]

@@ -103,7 +103,7 @@ def test_views_are_the_methods_usual_ones_in_every_bound() -> None:
     """As docs/guide.md says; on shapes no colours are changed."""
     usual = {name: row.cls.usual_augment for name, row in METHODS.items()}
     special = dict.fromkeys(("fedrot", "fedavg", "fedprox", "moon"), "flip_crop")
-    special |= {"fedae": "flip", "mfcl": "mfcl"}
+    special |= {"fedae": "flip", "fedmae": "flip", "mfcl": "mfcl"}
     assert {name: augment for name, augment in usual.items() if augment != "moco_cifar"} == special
     assert METHODS["orchestra"].cls.usual["data.augment"] == "orchestra"  # on figures, too
     for method, augment in (("fedavg", "flip_crop"), ("mfcl", "shapes"), ("fedu", "shapes")):

@@ -43,7 +43,7 @@ ROUNDS = {
     **dict.fromkeys(("fedae", "fedavg", "fedprox", "moon"), 20),
     **dict.fromkeys(("fedmoco", "fcl", "fedca", "fedbarlow", "fedrot", "orchestra"), 60),
     **dict.fromkeys(("fedbyol", "fedu", "fedema", "fedsimsiam"), 60),
-    **dict.fromkeys(("fedsc", "ssd", "fedu2"), 60),
+    **dict.fromkeys(("fedsc", "ssd", "fedu2", "fedmae"), 60),
     "mfcl": 3,
 }
 QUICK = ("fedsimclr", "fedavg")  # without labels, and with

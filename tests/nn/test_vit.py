@@ -134,7 +134,7 @@ def expected_shapes(
         ("vit_small_patch16", 224, 384, 12, 16, 21_665_664),
         ("vit_base_patch16", 224, 768, 12, 16, 85_798_656),
         ("vit_small_patch14_dinov2", 518, 384, 12, 14, 22_056_192),
-        ("vit_mini", 32, 96, 4, 4, 458_592),
+        ("vit_mini", 32, 96, 4, 8, 467_808),
     ],
 )
 def test_names_are_timms(
@@ -152,14 +152,15 @@ def test_names_are_timms(
 def test_patches_follow_the_image_size() -> None:
     sizes = {16: 2, 28: 4, 32: 4, 64: 8, 84: 12, 96: 12, 128: 16, 224: 16, 512: 16, 518: 14, 8: 2}
     assert {size: usual_patch(size) for size in sizes} == sizes
-    assert vit("vit_mini", size=64).patch == 8
+    assert [vit("vit_mini", size=size).patch for size in (16, 28, 32, 64)] == [4, 7, 8, 16]
+    assert vit("vit_tiny", size=64).patch == 8
     assert vit("vit_mini_patch4", size=64).grid == 16
 
 
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("vit_mini_patch5", 32, r"patches of 5 pixels.*--data\.image-size 30.*vit_mini_patch4"),
+        ("vit_mini_patch5", 32, r"patches of 5 pixels.*--data\.image-size 30.*vit_mini_patch8"),
         ("vit_mini_patch64", 32, r"--data\.image-size 64"),
         ("vit_mini", 31, r"an image of 31.*--data\.image-size 32"),
         ("vit_tiney", 32, "Did you mean 'vit_tiny'"),
@@ -178,15 +179,15 @@ def test_images_of_another_size_get_other_positions() -> None:
         large = encoder(torch.zeros(1, 3, 48, 40))
         assert large.shape == (1, 96)
         assert not torch.allclose(large, encoder(torch.zeros(1, 3, 32, 32)))
-    with pytest.raises(FurlongError, match="30×30, which patches of 4"):
+    with pytest.raises(FurlongError, match="30×30, which patches of 8"):
         encoder(torch.zeros(1, 3, 30, 30))
 
 
 def test_the_trunk_of_mfcl_takes_representations() -> None:
-    for size, patch in ((32, 4), (16, 2)):
+    for size, patch in ((32, 8), (16, 4)):
         body = trunk("vit_mini", size)
         assert isinstance(body, VisionTransformer)
-        assert (body.patch, body.grid) == (patch, 8)
+        assert (body.patch, body.grid) == (patch, 4)
         with torch.no_grad():
             assert body(torch.zeros(2, 64, size, size)).shape == (2, 96)
 

@@ -42,6 +42,7 @@ TINY: dict[str, Any] = {
 MORE: dict[str, dict[str, Any]] = {
     "fedca": {"public": "shapes", "data.public_images": 32, "method.align_epochs": 1},
     "fcl": {"method.bank": 16},
+    "fedmae": {"encoder": "vit_mini"},
     "fedu": {"method.threshold": 0.01, "rounds": 3},
     "ssd": {"method.projection_head": "mlp:32:192"},
     "mfcl": {"method.representation": "rep16", "method.server_epochs": 2},

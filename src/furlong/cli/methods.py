@@ -22,7 +22,7 @@ def methods(
     name: str | None = None,
     /,
     *,
-    encoder: str = "resnet18",
+    encoder: str | None = None,
     as_json: Annotated[bool, Parameter("--json")] = False,
     markdown: bool = False,
     options: bool = False,
@@ -34,7 +34,8 @@ def methods(
     name
         A method.
     encoder
-        The encoder for which bytes are counted (32-pixel images).
+        The encoder for which bytes are counted (32-pixel images); none: resnet18, or the one that
+        the method is usually run with if it needs another.
     as_json
         Print JSON.
     markdown
@@ -49,7 +50,7 @@ def methods(
     elif name is None:
         _list_methods(as_json)
     else:
-        _one_method(name, encoder, as_json)
+        _one_method(name, encoder or catalogue.usual_encoder(name), as_json)
 
 
 def _list_methods(as_json: bool) -> None:

@@ -18,6 +18,7 @@ from furlong.methods.fedbarlow import FedBarlow
 from furlong.methods.fedca import FedCA
 from furlong.methods.feddc import FedDC
 from furlong.methods.fedema import FedEMA
+from furlong.methods.fedmae import FedMAE
 from furlong.methods.fedmoco import FedMoCo
 from furlong.methods.fedrot import FedRot
 from furlong.methods.fedsc import FedSC
@@ -90,6 +91,7 @@ METHODS: dict[str, Row] = {
     "orchestra": Row(Orchestra, "clustering"),
     "fedrot": Row(FedRot, "pretext task"),
     "fedae": Row(FedAE, "reconstruction"),
+    "fedmae": Row(FedMAE, "reconstruction"),
     "mfcl": Row(MFCL, "modular"),
     "fedavg": Row(FedAvg, "supervised"),
     "fedprox": Row(

@@ -24,10 +24,11 @@ class Size(NamedTuple):
     width: int
     depth: int
     heads: int
+    fewest: int = 7  # patches along a side, unless the name says their size
 
 
 SIZES = {
-    "vit_mini": Size(96, 4, 3),  # for a CPU, as ``small`` is; timm has no such one
+    "vit_mini": Size(96, 4, 3, fewest=4),  # for a CPU, as ``small`` is; timm has no such one
     "vit_tiny": Size(192, 12, 3),
     "vit_small": Size(384, 12, 6),
     "vit_base": Size(768, 12, 12),
@@ -46,15 +47,16 @@ def build_vit(name: str, in_channels: int, image_size: int) -> VisionTransformer
     found = _NAME.fullmatch(name)
     if found is None or found["size"] not in SIZES:
         return None
-    patch = int(found["patch"]) if found["patch"] else usual_patch(image_size)
+    size = SIZES[found["size"]]
+    patch = int(found["patch"]) if found["patch"] else usual_patch(image_size, size.fewest)
     if image_size % patch:
         raise FurlongError(
             f"Encoder {name!r}: patches of {patch} pixels do not fill an image of {image_size}. "
             f"Give --data.image-size {max(1, round(image_size / patch)) * patch} or another patch, "
-            f"e.g. --encoder {found['size']}_patch{usual_patch(image_size)}."
+            f"e.g. --encoder {found['size']}_patch{usual_patch(image_size, size.fewest)}."
         )
     return VisionTransformer(
-        SIZES[found["size"]],
+        size,
         patch,
         image_size,
         in_channels,
@@ -63,8 +65,11 @@ def build_vit(name: str, in_channels: int, image_size: int) -> VisionTransformer
     )
 
 
-def usual_patch(image_size: int) -> int:
-    """The largest patch size up to 16 that leaves at least 7×7 patches: 4 for 32, 16 for 224."""
+def usual_patch(image_size: int, fewest: int = 7) -> int:
+    """The largest patch size up to 16 that leaves at least ``fewest``² patches, else the smallest.
+
+    With 7 it is 4 for images of 32 pixels and 16 for 224.
+    """
     fitting = [p for p in range(2, 17) if image_size % p == 0]
     if not fitting:
         raise FurlongError(
@@ -72,7 +77,7 @@ def usual_patch(image_size: int) -> int:
             f"needs it. Give --data.image-size {(image_size + 7) // 8 * 8}, or name the patch: "
             f"--encoder vit_tiny_patch{image_size}."
         )
-    return max((p for p in fitting if image_size // p >= 7), default=fitting[0])
+    return max((p for p in fitting if image_size // p >= fewest), default=fitting[0])
 
 
 def sine_cosine(grid: int, width: int) -> Tensor:
@@ -217,7 +222,7 @@ class VisionTransformer(nn.Module):
         layer_scale: bool = False,
     ) -> None:
         super().__init__()
-        width, depth, heads = size
+        width, depth, heads = size.width, size.depth, size.heads
         self.patch, self.grid = patch, image_size // patch
         self.prefix_tokens, self.out_dim = 1 + registers, width
         self.cls_token = nn.Parameter(torch.empty(1, 1, width).normal_(std=0.02))

@@ -42,10 +42,15 @@ class Entry:
     options: tuple[Option, ...]
 
 
-def entry(name: str, encoder: str = "resnet18") -> Entry:
-    """The method called ``name``; defaults are those with ``encoder``."""
+def usual_encoder(name: str) -> str:
+    """With which bytes are counted: a ResNet-18, unless the method has another one."""
+    return str(method_row(name).cls.usual.get("model.encoder", "resnet18"))
+
+
+def entry(name: str, encoder: str | None = None) -> Entry:
+    """The method called ``name``; defaults are those with ``encoder``, else with its usual one."""
     row = method_row(name)
-    cls = row.cls
+    cls, encoder = row.cls, encoder or usual_encoder(name)
     config = from_tree({}, {"method": name, "encoder": encoder}, "options")
     method, resolved = config.make_method(), config.method
     options = tuple(Option(f.name, resolved[f.name], f.values, f.help) for f in facts(cls))
@@ -74,12 +79,13 @@ _HEAD = """# Methods
 <!-- made by `furlong methods --markdown > docs/methods.md`; a test compares -->
 
 Every method is one file under `src/furlong/methods/`. *Bytes* are the uploads of one of five
-clients with 1,000 images of 32 pixels each, per exchange, with a ResNet-18; `furlong cost CONFIG`
-predicts a whole run. *Usually run with* is what a run has that names only the method; files and
-options come first. Defaults of options are those beside a ResNet-18; `furlong methods NAME
---encoder small` has those beside the small encoder. Any averaging method combines with any rule of
-the server (`--server.rule`, see [guide.md](guide.md)) and with the bounds (`--bound single`,
-`--bound pooled`, `--bound without:SITE`). What uploads can reveal is in [privacy.md](privacy.md).
+clients with 1,000 images of 32 pixels each, per exchange, with a ResNet-18, or with the encoder
+that the method is usually run with if it needs another; `furlong cost CONFIG` predicts a whole run.
+*Usually run with* is what a run has that names only the method; files and options come first.
+Defaults of options are those beside that encoder; `furlong methods NAME --encoder small` has those
+beside the small one. Any averaging method combines with any rule of the server (`--server.rule`,
+see [guide.md](guide.md)) and with the bounds (`--bound single`, `--bound pooled`,
+`--bound without:SITE`). What uploads can reveal is in [privacy.md](privacy.md).
 """
 
 
@@ -91,7 +97,7 @@ def page() -> str:
     for e in entries:
         amounts = ", ".join(
             (f"{kind}: " if len(flow) > 1 else "") + size(traffic(ways["up"]).total)
-            for flow in (flows(e.name, "resnet18"),)
+            for flow in (flows(e.name, usual_encoder(e.name)),)
             for kind, ways in flow.items()
         )
         link = f"[`{e.name}`](#{e.name})"
