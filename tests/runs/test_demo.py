@@ -27,8 +27,8 @@ def test_settings_are_a_valid_configuration() -> None:
     found = config.from_tree({}, demo.SETTINGS, "demo")
     assert found.method["name"] == "fedsimclr"
     assert found.method["temperature"] == 0.2
-    assert (found.data.clients, found.train.rounds, found.train.batch_size) == (5, 24, 32)
-    assert (found.optimiser.name, found.evaluate.knn_every) == ("adam", 6)
+    assert (found.data.clients, found.train.rounds, found.train.batch_size) == (5, 16, 64)
+    assert (found.optimiser.name, found.evaluate.knn_every) == ("adam", 3)
 
 
 def test_average_of_one_seed_is_that_seed() -> None:
@@ -95,7 +95,7 @@ class FakeProcess:
             return
         results = [r for r in rows() if r["who"] in ("random", who)]
         (out / "summary.json").write_text(json.dumps({"results": results}))
-        (out / "metrics.jsonl").write_text("{}\n" * 24)
+        (out / "metrics.jsonl").write_text("{}\n" * 16)
 
     def poll(self) -> int:
         return self.code
@@ -120,9 +120,9 @@ def test_one_seed_is_three_runs(
     shown: dict[str, int] = {}
     found = demo.run_seed(tmp_path / "0", 0, lambda name, done: shown.update({name: done}))
     assert found == rows()
-    assert shown == {"federated": 24, "pooled": 24, "alone": 24}
+    assert shown == {"federated": 16, "pooled": 16, "alone": 16}
     assert [each["bound"] for each in fake.started] == ["none", "pooled", "single"]
-    assert [each["knn"] for each in fake.started] == ["6", "6", "24"]
+    assert [each["knn"] for each in fake.started] == ["3", "3", "16"]
 
 
 def test_a_run_that_fails_is_an_error_with_its_last_words(

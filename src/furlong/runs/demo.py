@@ -20,9 +20,11 @@ from typing import Any
 from furlong.errors import FurlongError
 from furlong.runs.results import mean_and_spread
 
-SETTINGS = {  # FedSimCLR's usual settings, stopped early: three minutes for the three runs
-    "method": "fedsimclr", "data": "shapes", "partition": "classes:2", "clients": "5",
-    "encoder": "small", "rounds": "24", "evaluate.knn-every": "6",
+SETTINGS = {
+    "method": "fedsimclr", "method.temperature": "0.2", "method.projection-head": "small_proj",
+    "data": "shapes", "partition": "classes:2", "clients": "5", "rounds": "16", "epochs": "1",
+    "batch-size": "64", "encoder": "small", "optimiser.name": "adam", "optimiser.lr": "0.002",
+    "optimiser.weight-decay": "0.0005", "evaluate.knn-every": "3",
     "evaluate.monitor-images": "1000",
 }  # fmt: skip
 WHO = ("random", "alone", "federated", "pooled")
