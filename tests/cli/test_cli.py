@@ -162,7 +162,7 @@ def test_criticism_is_stated(furlong_: Call) -> None:
 def test_cost(furlong_: Call) -> None:
     command = ("cost", "--method", "mfcl", "--sizes", "100x2,50", "--rounds", "2")
     options = ("--method.server-epochs", "3", "--data.image-size", "16")
-    options += ("--method.representation", "rep32")
+    options += ("--method.representation", "rep32", "--method.refresh", "once")
     found = furlong_(*command, *options, "--json").json
     assert [line["kind"] for line in found] == ["sensor"] * 2 + ["encode"] + ["discriminate"] * 3
     assert found[2]["up"]["features"] == 250 * 2 * 64 * 16 * 16 * 4

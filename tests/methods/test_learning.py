@@ -89,7 +89,8 @@ def test_the_probe_rises(method: str, tmp_path: Path) -> None:
     assert found > LEAST, f"{100 * found:+.1f} points"
 
 
-@every_method
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ROUNDS)
 def test_a_loss_with_the_wrong_sign_is_noticed(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -384,7 +384,8 @@ def test_predicted_bytes_of_the_paper_scale() -> None:
     from furlong.runs.cost import without_data
 
     given = {"method": "mfcl", "encoder": "resnet18", "rounds": 15}
-    settings = from_tree({}, {**given, "method.representation": "rep32"}, "test")
+    once = {"method.representation": "rep32", "method.refresh": "once"}
+    settings = from_tree({}, {**given, **once}, "test")
     server = without_data(settings, dict.fromkeys(range(5), 10_000))
     costs = list(predict(server))
     codes = sum(c.up.features for c in costs)
