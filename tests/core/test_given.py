@@ -126,7 +126,7 @@ def test_the_encoder_has_its_own_rate() -> None:
 # ---------------------------------------------------------------- adapters
 
 
-@pytest.mark.parametrize("name", ["small", "resnet18"])
+@pytest.mark.parametrize("name", ["small", pytest.param("resnet18", marks=pytest.mark.slow)])
 def test_an_adapter_begins_as_nothing_and_is_merged_exactly(name: str) -> None:
     net = begun(name, adapter="lora:2:6").eval()
     base = plain(begun(name)).eval()

@@ -129,7 +129,12 @@ def lock() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", RUNS)
+SLOW = ("fedsimclr, cnn5", *(name for name in VARIANTS if ", rule " in name))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in RUNS]
+)
 def test_same_bits(name: str, lock: dict[str, Any], tmp_path: Path) -> None:
     assert result_of(RUNS[name], tmp_path / "run") == lock["runs"][name]
 
