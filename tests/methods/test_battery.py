@@ -277,7 +277,8 @@ def test_every_batchnorm_policy(prepared: Any, name: str, policy: str) -> None:
 @four_methods
 def test_with_a_vision_transformer(prepared: Any, name: str) -> None:
     """It has no BatchNorm, tokens instead of maps, and other names."""
-    p = prepared(name, encoder="vit_mini", rounds=1)
+    own = {"method.projection_head": "mlp:32:96"} if name == "ssd" else {}  # as wide as the encoder
+    p = prepared(name, encoder="vit_mini", rounds=1, **own)
     server, _ = finish(p)
     state = unpack(bytearray(server))
     encoder = p.method.encoder(state, p.server.context(p.server.exchanges()[-1]))
@@ -320,6 +321,8 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_what_is_fixed_stays_and_is_not_sent(
     prepared: Any, begun: str, name: str, kind: str
 ) -> None:
+    if name == "fedmae":
+        pytest.skip("its encoder is a transformer, of which the file has nothing")
     # mfcl has a sensor that no file of a plain encoder knows
     options = {"init": begun, "model.init_mismatch": "allow", "optimiser.lr": 0.003}
     p = prepared(name, **options, **FIXED[kind])
