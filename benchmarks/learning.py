@@ -447,28 +447,30 @@ def _spread(values: list[float], digits: int = 1) -> str:
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
-def main() -> None:
-    """Run and print."""
-    words = parser(__doc__)
-    words.add_argument("--part", default="", help=", ".join(parts()))
+def main(about: str | None, series: dict[str, Part], keep_in: Path, out: Path) -> None:
+    """Run and print the parts of ``series``; numbers are kept in the folder ``keep_in``."""
+    global KEPT
+    KEPT = keep_in
+    words = parser(about)
+    words.add_argument("--part", default="", help=", ".join(series))
     words.add_argument(
         "--only", default="", help="rows with one of these words, comma between them"
     )
     words.add_argument("--seeds", default=None, help="such as 0,1,2; default: those of the part")
     words.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
     words.add_argument("--root", default=os.environ.get("FURLONG_DATA", "../shared/data"))
-    words.add_argument("--out", type=Path, default=Path("runs/learning"))
+    words.add_argument("--out", type=Path, default=out)
     words.add_argument("--show", action="store_true", help="only print what there is")
     given = parse(words, seeds="0", jobs=1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if given.smoke:
         smoke(given)
         return
-    chosen = given.part.split(",") if given.part else list(parts())
+    chosen = given.part.split(",") if given.part else list(series)
     for name in chosen:
         if not given.show:
-            run(name, parts()[name], given)
-        print(table(name, parts()[name]), end="\n\n")
+            run(name, series[name], given)
+        print(table(name, series[name]), end="\n\n")
 
 
 def smoke(given: Any) -> None:
@@ -484,4 +486,4 @@ def smoke(given: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, parts(), KEPT, Path("runs/learning"))
