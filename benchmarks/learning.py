@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Part:
     against: str = ""  # the row that the others' differences are taken from
     seeds: tuple[int, ...] = (0, 1, 2)
     pairs: tuple[tuple[str, str], ...] = field(default=())  # further differences: left minus right
+    more: Callable[[Path], dict[str, Any]] = lambda _: {}  # further numbers of a finished run
 
 
 CIFAR: Options = {"data": "cifar10", "data.images": 5000, "data.test-images": 5000}
@@ -331,7 +333,7 @@ def run(name: str, part: Part, given: Any) -> None:
         for process in [p for p in going if p.poll() is not None]:
             row, seed, place = going.pop(process)
             if process.returncode == 0:
-                keep(name, row, seed, numbers(place))
+                keep(name, row, seed, {**numbers(place), **part.more(place)})
                 shutil.rmtree(place)
             failed += process.returncode != 0
             state = "done" if process.returncode == 0 else f"FAILED, see {place}.log"
