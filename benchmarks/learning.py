@@ -324,7 +324,7 @@ def run(name: str, part: Part, given: Any) -> None:
             row, seed = todo.pop(0)
             place = out / name_of(row, seed)
             words = command(place, {**part.all, **part.rows[row]}, seed, given.root)
-            log = place.with_suffix(".log").open("ab")
+            log = place.with_name(f"{place.name}.log").open("ab")
             process = subprocess.Popen(
                 [sys.executable, "-m", "furlong.cli", *words], stdout=log, stderr=log
             )
@@ -366,8 +366,8 @@ def table(name: str, part: Part) -> str:
     lines = [
         f"**{name}**: {part.about}",
         "",
-        _cells("row", *used, *(SHOWN[k] for k in extra), "MB sent", "seconds", "seeds"),
-        _cells(*["---"] * (len(used) + len(extra) + 4)),
+        cells("row", *used, *(SHOWN[k] for k in extra), "MB sent", "seconds", "seeds"),
+        cells(*["---"] * (len(used) + len(extra) + 4)),
     ]
     every = [n for runs in there.values() for n in runs.values()]
     if every:
@@ -376,24 +376,24 @@ def table(name: str, part: Part) -> str:
             for key in used.values()
         }
         lines.append(
-            _cells(
+            cells(
                 "*untrained encoder*",
-                *(_spread(random[key]) for key in used.values()),
+                *(spread(random[key]) for key in used.values()),
                 *[""] * (len(extra) + 3),
             )
         )
     for row in part.rows:
         runs = list(there.get(row, {}).values())
         if not runs:
-            lines.append(_cells(row, "not run", *[""] * (len(used) + len(extra) + 2)))
+            lines.append(cells(row, "not run", *[""] * (len(used) + len(extra) + 2)))
             continue
         lines.append(
-            _cells(
+            cells(
                 row,
-                *(_spread([value(n, key) for n in runs]) for key in used.values()),
-                *(_spread([n["log"][k] for n in runs if k in n["log"]], 2) for k in extra),
-                _spread([n["sent"] for n in runs]),
-                _spread([n["seconds"] for n in runs], 0),
+                *(spread([value(n, key) for n in runs]) for key in used.values()),
+                *(spread([n["log"][k] for n in runs if k in n["log"]], 2) for k in extra),
+                spread([n["sent"] for n in runs]),
+                spread([n["seconds"] for n in runs], 0),
                 str(len(runs)),
             )
         )
@@ -438,11 +438,13 @@ def difference(there: dict[str, dict[str, Any]], left: str, right: str, used: Op
     return f"- {left} − {right}: {', '.join(words) or 'not run'}"
 
 
-def _cells(*cells: str) -> str:
+def cells(*cells: str) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
-def _spread(values: list[float], digits: int = 1) -> str:
+def spread(values: list[float], digits: int = 1) -> str:
+    """Mean ± standard deviation."""
     if not values:
         return "–"
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""

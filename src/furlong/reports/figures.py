@@ -169,10 +169,13 @@ def compared(
 
 
 def shares(
-    series: Mapping[str, Sequence[Points]], slots: Mapping[str, int] | None = None
+    series: Mapping[str, Sequence[Points]],
+    slots: Mapping[str, int] | None = None,
+    ylabel: str = "test accuracy",
+    unit: str = "%",
 ) -> Figure:
-    """Accuracy over the share of the labels on a log scale: as :func:`compared`, not by round."""
-    figure = compared(series, "test accuracy", slots=slots, unit="%")
+    """A measure over the share of the labels on a log scale: as :func:`compared`, not by round."""
+    figure = compared(series, ylabel, slots=slots, unit=unit)
     axes = figure.axes[0]
     axes.set_xlabel("labels used")
     axes.set_xscale("log")
