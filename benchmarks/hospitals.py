@@ -118,6 +118,7 @@ def rows() -> dict[str, Options]:
         "alone": {"method": "fedsimclr", "bound": "single"},
         "pooled": {"method": "fedsimclr", "bound": "pooled"},
     }
+    first = {"federated": ways["federated"]}
     methods: dict[str, Options] = {
         "federated, FedU": {"method": "fedu"},  # a further method is a further line
     }
@@ -125,12 +126,13 @@ def rows() -> dict[str, Options]:
         f"without {site}": {"method": "fedsimclr", "bound": f"without:{site}"}
         for site in SITES[:-1]
     }
-    asked = {"nothing": {**ways, **methods, **without}, "ImageNet": ways, "LoRA": ways}
+    asked = [("nothing", ways), ("ImageNet", first), ("LoRA", first), ("nothing", methods)]
+    asked += [("nothing", without), ("ImageNet", ways), ("LoRA", ways), ("ImageNet", without)]
     return {
         f"{start}: {way}": {**STARTS[start], **options}
-        for start, some in asked.items()
+        for start, some in asked
         for way, options in some.items()
-    } | {f"ImageNet: {way}": {**STARTS["ImageNet"], **how} for way, how in without.items()}
+    }
 
 
 def more(place: Path) -> dict[str, Any]:
