@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Part:
     against: str = ""  # the row that the others' differences are taken from
     seeds: tuple[int, ...] = (0, 1, 2)
     pairs: tuple[tuple[str, str], ...] = field(default=())  # further differences: left minus right
+    more: Callable[[Path], dict[str, Any]] = lambda _: {}  # further numbers of a finished run
 
 
 CIFAR: Options = {"data": "cifar10", "data.images": 5000, "data.test-images": 5000}
@@ -322,7 +324,7 @@ def run(name: str, part: Part, given: Any) -> None:
             row, seed = todo.pop(0)
             place = out / name_of(row, seed)
             words = command(place, {**part.all, **part.rows[row]}, seed, given.root)
-            log = place.with_suffix(".log").open("ab")
+            log = place.with_name(f"{place.name}.log").open("ab")
             process = subprocess.Popen(
                 [sys.executable, "-m", "furlong.cli", *words], stdout=log, stderr=log
             )
@@ -331,7 +333,7 @@ def run(name: str, part: Part, given: Any) -> None:
         for process in [p for p in going if p.poll() is not None]:
             row, seed, place = going.pop(process)
             if process.returncode == 0:
-                keep(name, row, seed, numbers(place))
+                keep(name, row, seed, {**numbers(place), **part.more(place)})
                 shutil.rmtree(place)
             failed += process.returncode != 0
             state = "done" if process.returncode == 0 else f"FAILED, see {place}.log"
@@ -364,8 +366,8 @@ def table(name: str, part: Part) -> str:
     lines = [
         f"**{name}**: {part.about}",
         "",
-        _cells("row", *used, *(SHOWN[k] for k in extra), "MB sent", "seconds", "seeds"),
-        _cells(*["---"] * (len(used) + len(extra) + 4)),
+        cells("row", *used, *(SHOWN[k] for k in extra), "MB sent", "seconds", "seeds"),
+        cells(*["---"] * (len(used) + len(extra) + 4)),
     ]
     every = [n for runs in there.values() for n in runs.values()]
     if every:
@@ -374,24 +376,24 @@ def table(name: str, part: Part) -> str:
             for key in used.values()
         }
         lines.append(
-            _cells(
+            cells(
                 "*untrained encoder*",
-                *(_spread(random[key]) for key in used.values()),
+                *(spread(random[key]) for key in used.values()),
                 *[""] * (len(extra) + 3),
             )
         )
     for row in part.rows:
         runs = list(there.get(row, {}).values())
         if not runs:
-            lines.append(_cells(row, "not run", *[""] * (len(used) + len(extra) + 2)))
+            lines.append(cells(row, "not run", *[""] * (len(used) + len(extra) + 2)))
             continue
         lines.append(
-            _cells(
+            cells(
                 row,
-                *(_spread([value(n, key) for n in runs]) for key in used.values()),
-                *(_spread([n["log"][k] for n in runs if k in n["log"]], 2) for k in extra),
-                _spread([n["sent"] for n in runs]),
-                _spread([n["seconds"] for n in runs], 0),
+                *(spread([value(n, key) for n in runs]) for key in used.values()),
+                *(spread([n["log"][k] for n in runs if k in n["log"]], 2) for k in extra),
+                spread([n["sent"] for n in runs]),
+                spread([n["seconds"] for n in runs], 0),
                 str(len(runs)),
             )
         )
@@ -436,11 +438,13 @@ def difference(there: dict[str, dict[str, Any]], left: str, right: str, used: Op
     return f"- {left} − {right}: {', '.join(words) or 'not run'}"
 
 
-def _cells(*cells: str) -> str:
+def cells(*cells: str) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
-def _spread(values: list[float], digits: int = 1) -> str:
+def spread(values: list[float], digits: int = 1) -> str:
+    """Mean ± standard deviation."""
     if not values:
         return "–"
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""

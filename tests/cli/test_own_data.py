@@ -424,6 +424,19 @@ def test_an_image_is_nearest_to_itself(call: Call, run: Path, sites: Path) -> No
     assert [each["path"] for each in again] == [each["path"] for each in found]
 
 
+def test_neighbours_elsewhere(call: Call, run: Path, sites: Path) -> None:
+    """Other slices of a patient tell nothing: their folder can be left out."""
+    query = sites / "aachen" / "4.png"
+    words = ("neighbours", run, query, "--k", 5, "--json", "--in", sites)
+    near, others = (json.loads(call(*words, *more).out) for more in ((), ("--elsewhere",)))
+    assert near[0]["path"] == "aachen/4.png"
+    assert len(others) == 5
+    assert not [each for each in others if each["path"].startswith("aachen/")]
+    lone = call("neighbours", run, query, "--in", sites / "aachen", "--elsewhere")
+    assert lone.code == 2
+    assert "is not below" in lone.err
+
+
 def test_neighbours_by_brute_force(run: Path, sites: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(embedding, "BLOCK", 3)
     embedder = embedding.Embedder(run)

@@ -94,6 +94,13 @@ def test_intervals_are_over_patients_where_these_are_known() -> None:
         assert mine[1] - mine[0] > 3 * (narrow[1] - narrow[0]), name
 
 
+def test_one_patient_has_no_interval_and_is_told() -> None:
+    scores, labels = guesses(40, 2)
+    found = grade(scores, images(labels, patients=torch.full((40,), 7)))
+    assert "intervals" not in found
+    assert found["resampled"] == {"what": "patients", "units": 1, "resamples": 0}
+
+
 def test_an_interval_holds_its_number() -> None:
     """A plain percentile of average precision of rare classes lies above the number itself."""
     generator = torch.Generator().manual_seed(0)

@@ -50,6 +50,18 @@ def test_no_patient_is_on_both_sides(seed: int) -> None:
     assert set(other.groups.tolist()) == {0, 1, 2, 3}
 
 
+def test_few_patients_are_told_with_a_remedy() -> None:
+    """A number of one patient is no number of the encoder."""
+    few = images([patient for patient in range(20) for _ in range(10)])
+    held, _, words = hold_out(few, settings())
+    assert len(held) == 20
+    assert "of 2 of 20 patients" in words
+    assert words.endswith("--data.validation true --data.test-images 60 holds out more")
+    more, _, words = hold_out(few, settings(data__validation=True, data__test_images=60))
+    assert len(more) == 60
+    assert "say little" not in words
+
+
 def test_the_last_patient_of_a_site_stays() -> None:
     """As hospital EZ of the real case: one patient."""
     patients, sites = [0] * 2 + [1] * 50 + [2] * 50, [0] * 2 + [1] * 100

@@ -102,9 +102,9 @@ def _percent(row: dict[str, Any]) -> str:
 
 def _quality_table(rows: list[dict[str, Any]]) -> Table:
     """What can be said without labels."""
-    table = Table("encoder", "alignment", "uniformity", "effective rank", "spread", "")
+    table = Table("encoder", "alignment", "uniformity", "effective rank", "spread", "collapsed")
     for row in rows:
         numbers = [f"{row[k]:.3f}" for k in ("alignment", "uniformity")]
         numbers += [f"{row['effective_rank']:.1f}", f"{row['spread']:.3f}"]
-        table.add_row(row["who"], *numbers, "collapsed" if row["collapsed"] else "")
+        table.add_row(row["who"], *numbers, "yes" if row["collapsed"] else "no")
     return table

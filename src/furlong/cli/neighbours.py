@@ -25,6 +25,7 @@ def neighbours(
     inside: Annotated[Path, Parameter("--in")],
     root: str | None = None,
     k: int = 12,
+    elsewhere: Annotated[bool, Parameter(negative=())] = False,
     out: Path | None = None,
     force: Annotated[bool, Parameter(negative=())] = False,
     as_json: Annotated[bool, Parameter("--json")] = False,
@@ -43,6 +44,8 @@ def neighbours(
         Where the files of a manifest are, if not beside it.
     k
         How many.
+    elsewhere
+        Leave out the folder that the image is in, such as the other slices of its patient.
     out
         An HTML file that opens offline; it holds small copies of the images.
     force
@@ -67,7 +70,7 @@ def neighbours(
             place, rows = making.stored_rows(encoder, inside)
         else:
             place, rows = inside, making.folder_rows(encoder, inside, skipped, show, root)
-        found = making.nearest_images(query, rows, k)
+        found = making.nearest_images(query, rows, k, _folder(image, place) if elsewhere else None)
     print_skipped(skipped)
     if as_json:
         print(json.dumps([{"path": n.path, "similarity": n.similarity} for n in found.nearest]))
@@ -85,3 +88,15 @@ def neighbours(
         with replacing(out, force) as draft:
             draft.write_text(html, encoding="utf-8", errors="replace")
         err.print(f"page: {out}", markup=False, soft_wrap=True)
+
+
+def _folder(image: Path, place: Path) -> str:
+    """The folder of ``image`` as paths below ``place`` (a folder, or a manifest's) begin."""
+    above = (place.parent if place.is_file() else place).resolve()
+    folder = image.resolve().parent
+    if folder == above or not folder.is_relative_to(above):
+        raise FurlongError(
+            f"--elsewhere leaves out the folder of {image}, but that is not below {above}: name an "
+            "image there, or leave out --elsewhere."
+        )
+    return folder.relative_to(above).as_posix()

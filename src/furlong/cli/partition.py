@@ -48,6 +48,7 @@ def partition(
                 about["classes"],
                 title,
                 betas(about["beta_cib"], about["beta_hetero_m2"]),
+                about.get("names"),
             )
             if "class_counts" in about
             else figures.sizes(about["sizes"], title)

@@ -46,7 +46,10 @@ def report(
         raise FurlongError("give run folders, or folders that contain them.")
     single = len(runs) == 1 and (runs[0] / "config.toml").exists()
     if single and (out or baseline):
-        raise FurlongError(f"{runs[0]} is one run: its page is {runs[0] / 'report.html'}.")
+        raise FurlongError(
+            f"{runs[0]} is one run: its page is {runs[0] / 'report.html'}. Leave out --out and "
+            "--baseline, which are for several runs."
+        )
     for name, given in (("tsne", tsne), ("pictures", pictures)):
         if given and not single:
             raise FurlongError(f"--{name} is for one run: give the folder of one.")

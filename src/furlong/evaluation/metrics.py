@@ -34,8 +34,9 @@ def grade(
 
     ``balanced_accuracy``, ``auroc`` and ``average_precision`` in [0, 1], the last two if there is
     more than one class; ``intervals``: measure -> 95 % bootstrap interval, ``resampled``: what was
-    drawn and how often; ``sites``: of every natural owner of test images, if these are known. A row
-    of ``scores`` must be a distribution over the classes: ranks compare images by it.
+    drawn and how often (0 times where all images are of one patient); ``sites``: of every natural
+    owner of test images, if these are known. A row of ``scores`` must be a distribution over the
+    classes: ranks compare images by it.
     """
     if test.labels is None:
         raise FurlongError(f"{test.name} has no labels.")
@@ -48,10 +49,11 @@ def grade(
         units, what = test.patients[rows], "patients"
     units = torch.unique(units, return_inverse=True)[1]
     count = int(units.max()) + 1
+    found["resampled"] = {"what": what, "units": count, "resamples": 0}
     if count > 1:
         weights = _resamples(units, count, scores.shape[1], seed)
         found["intervals"] = _intervals(measure(scores, labels, weights), whole)
-        found["resampled"] = {"what": what, "units": count, "resamples": weights.shape[1]}
+        found["resampled"]["resamples"] = weights.shape[1]
     if test.groups is not None and len(test.group_names) > 1:
         found["sites"] = _by_site(scores, labels, test.groups[rows], test.group_names)
     return found

@@ -257,15 +257,19 @@ class Found:
     median: float
 
 
-def nearest_images(query: Tensor, rows: Iterator[Block], k: int) -> Found:
-    """The ``k`` rows most alike to ``query`` (d) by cosine."""
+def nearest_images(
+    query: Tensor, rows: Iterator[Block], k: int, without: str | None = None
+) -> Found:
+    """The ``k`` rows most alike to ``query`` (d) by cosine; none below the folder ``without``."""
     best: list[Neighbour] = []
     every: list[Tensor] = []
     direction = F.normalize(query.double(), dim=0)
     for block in rows:
         alike = F.normalize(block.features.double(), dim=1) @ direction
         every.append(alike)
-        values, where = alike.topk(min(k, len(alike)))
+        own = [without is not None and path.startswith(f"{without}/") for path in block.paths]
+        alike = alike.masked_fill(torch.tensor(own), -torch.inf)
+        values, where = alike.topk(min(k, len(alike) - sum(own)))
         best += [
             Neighbour(block.paths[i], block.widths[i], block.heights[i], value)
             for value, i in zip(values.tolist(), where.tolist(), strict=True)
@@ -275,4 +279,6 @@ def nearest_images(query: Tensor, rows: Iterator[Block], k: int) -> Found:
     if not every:
         raise FurlongError("there is no readable image to compare with.")
     whole = torch.cat(every)
+    if not best:
+        raise FurlongError(f"all images are in {without}: there are no others to compare with.")
     return Found(best, len(whole), float(whole.median()))

@@ -169,10 +169,13 @@ def compared(
 
 
 def shares(
-    series: Mapping[str, Sequence[Points]], slots: Mapping[str, int] | None = None
+    series: Mapping[str, Sequence[Points]],
+    slots: Mapping[str, int] | None = None,
+    ylabel: str = "test accuracy",
+    unit: str = "%",
 ) -> Figure:
-    """Accuracy over the share of the labels on a log scale: as :func:`compared`, not by round."""
-    figure = compared(series, "test accuracy", slots=slots, unit="%")
+    """A measure over the share of the labels on a log scale: as :func:`compared`, not by round."""
+    figure = compared(series, ylabel, slots=slots, unit=unit)
     axes = figure.axes[0]
     axes.set_xlabel("labels used")
     axes.set_xscale("log")
@@ -307,9 +310,16 @@ def _key(figure: Figure, names: Mapping[str, tuple[str, str]], place: str) -> No
 
 
 def heat_map(
-    class_counts: Sequence[Sequence[int]], classes: Sequence[str], title: str = "", below: str = ""
+    class_counts: Sequence[Sequence[int]],
+    classes: Sequence[str],
+    title: str = "",
+    below: str = "",
+    owners: Sequence[str] | None = None,
 ) -> Figure:
-    """Who holds how many images of which class: clients × classes; ``below`` is a line of text."""
+    """Who holds how many images of which class: clients × classes; ``below`` is a line of text.
+
+    ``owners``: the clients' names; else they are numbered.
+    """
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
     counts = np.asarray(class_counts, dtype=np.int64).reshape(len(class_counts), -1)
@@ -318,7 +328,7 @@ def heat_map(
     names = [_short(name) for name in classes]
     tilted = n <= _MOST_NAMES and sum(len(name) + 2 for name in names) > 50
     height = min(5.0, max(1.2, 0.21 * clients + 0.5)) + (0.5 if tilted else 0.1)
-    figure, axes = _axes(height + (0.2 if below else 0.0), title, y="client")
+    figure, axes = _axes(height + (0.2 if below else 0.0), title, y="" if owners else "client")
     shades = LinearSegmentedColormap.from_list("shades", [(*_SHADE, 0.0), (*_SHADE, 0.8)])
     axes.imshow(counts, cmap=shades, norm=Normalize(0, peak), aspect="auto", interpolation="none")
     axes.spines[:].set_visible(False)
@@ -330,7 +340,8 @@ def heat_map(
         axes.locator_params("x", nbins=8, **_WHOLE)
         below = f"class (number)\n{below}" if below else "class (number)"
     if clients <= _MOST_NAMES:
-        axes.set_yticks(range(clients))
+        shown = [_short(owners[k]) if owners else str(k) for k in range(clients)]
+        axes.set_yticks(range(clients), shown, parse_math=False)
     else:
         axes.locator_params("y", nbins=8, **_WHOLE)
     axes.set_xlabel(below, parse_math=False)

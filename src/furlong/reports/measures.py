@@ -84,12 +84,18 @@ def number(name: str, value: float, std: float | None = None) -> str:
     return f"{value:.3f}" + ("" if std is None else f" ± {std:.3f}")
 
 
-def _intervals(rows: Iterable[Result]) -> Iterator[str]:
+def _intervals(rows: Sequence[Result]) -> Iterator[str]:
     """What the brackets mean."""
     drawn: dict[str, set[tuple[int, int]]] = {}
     for about in (row.resampled for row in rows if row.intervals):
         pair = int(about.get("units", 0)), int(about.get("resamples", 0))
         drawn.setdefault(str(about.get("what")), set()).add(pair)
+    lone = [row.resampled for row in rows if row.resampled.get("units") == 1]
+    if any(about.get("what") == "patients" for about in lone):
+        yield (
+            "All test images are of one patient (or group): there is no interval, and others may "
+            "give quite other numbers."
+        )
     for what, counts in drawn.items():
         units = " or ".join(f"{n:,}" for n in sorted({n for n, _ in counts}, reverse=True))
         yield (

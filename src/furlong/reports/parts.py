@@ -109,7 +109,7 @@ def split_drawings(split: Split | None) -> Iterator[Drawing]:
         return
     below = betas(split.beta_cib, split.beta_hetero_m2)
     yield Drawing(
-        figures.heat_map(split.class_counts, split.classes, below=below),
+        figures.heat_map(split.class_counts, split.classes, below=below, owners=split.names),
         f"{held}{f' Clients{named}.' if named else ''} A cell is a client's number of images of a "
         f"class. β-CIB {split.beta_cib:.4f} "
         f"bits; β-hetero {split.beta_hetero_m2:.4f} bits (divided by M²), "

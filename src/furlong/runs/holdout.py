@@ -17,6 +17,7 @@ from furlong.runs.config import Config
 from furlong.seeding import shuffled
 
 SHARE = 0.1  # of the images
+FEW = 5  # patients: with fewer, a number says more of them than of the encoder
 HELD_OUT = "held out for evaluation"
 
 
@@ -37,6 +38,11 @@ def hold_out(images: ImageSet, settings: Config) -> tuple[Tensor, Tensor, str]:
         f"{why}: {int(held.sum()):,} images of {count:,} of {every:,} {_called(settings)} are "
         f"{HELD_OUT}, and none of theirs is trained on"
     )
+    if count < min(FEW, every // 2):
+        words += (
+            f". Numbers of {count} say little of others: --data.validation true "
+            f"--data.test-images {int(0.3 * len(images))} holds out more"
+        )
     return order[held], order[~held], words
 
 
