@@ -32,6 +32,7 @@ class Exchange:
     kind: str = "train"
     clients: tuple[int, ...] | None = None  # None: the round's sample; (): the server alone
     part: int = 0  # of what takes several exchanges
+    learns: bool = True  # whether what is learnt can change in it; if not, it prepares another one
     index: int = -1  # running number, given by ``Server.exchanges``
 
 
