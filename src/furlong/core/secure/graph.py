@@ -77,16 +77,30 @@ def sparse(clients: int, colluding: float, dropouts: float) -> tuple[int, int] |
 
 def _threshold(n: int, degree: int, colluding: float, dropouts: float) -> int | None:
     """The smallest t that is safe with neighbours of this number, if it is also enough."""
-    from scipy.stats import hypergeom
-
     bad, away = math.floor(colluding * n + 1e-9), math.floor(dropouts * n + 1e-9)
     if _log2_cut(n, degree, bad + away) >= -SECURITY:
         return None
-    for threshold in range(2, degree + 1):
-        if n * hypergeom.sf(threshold - 1, n - 1, min(bad, n - 1), degree) < 2.0**-SECURITY:
-            stay = hypergeom(n - 1, max(0, n - 1 - away), degree)
-            return threshold if n * stay.cdf(threshold - 1) < 2.0**-CORRECTNESS else None
-    return None
+    threshold, risk = degree + 1, 0.0
+    while threshold > 2:
+        risk += n * _chance(n - 1, min(bad, n - 1), degree, threshold - 1)
+        if risk >= 2.0**-SECURITY:
+            break
+        threshold -= 1
+    stay = max(0, n - 1 - away)
+    loss = n * sum(_chance(n - 1, stay, degree, k) for k in range(threshold))
+    return threshold if threshold <= degree and loss < 2.0**-CORRECTNESS else None
+
+
+def _chance(n: int, marked: int, chosen: int, found: int) -> float:
+    """That of ``chosen`` among n, of whom some are ``marked``, ``found`` are (hypergeometric)."""
+    if not max(0, chosen - (n - marked)) <= found <= min(chosen, marked):
+        return 0.0
+    pairs = ((marked, found), (n - marked, chosen - found))
+    return math.exp(sum(_log_choose(a, b) for a, b in pairs) - _log_choose(n, chosen))
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
 def _log2_cut(n: int, degree: int, gone: int) -> float:
@@ -95,6 +109,5 @@ def _log2_cut(n: int, degree: int, gone: int) -> float:
         return -math.inf
     places = math.log(n) + math.log(max(1, n - degree - 1)) - math.log(2)
     # the probability that these ``degree`` clients are all among those who are gone
-    chosen = math.lgamma(gone + 1) - math.lgamma(gone - degree + 1)
-    chosen += math.lgamma(n - degree + 1) - math.lgamma(n + 1)
+    chosen = _log_choose(gone, degree) - _log_choose(n, degree)
     return (places + chosen) / math.log(2)

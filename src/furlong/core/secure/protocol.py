@@ -2,8 +2,8 @@
 
     phase     a client …                                   and sends
     keys      makes keys c (for messages), s (for masks)   the public keys, signed
-    shares    checks the others' signatures, draws a       to each other client, sealed, its share of
-              seed b, splits s and b into shares           s and its share of b
+    shares    checks the others' signatures, draws a       to each other, sealed, its share of s
+              seed b, splits s and b into shares           and its share of b
     masked    adds to its vector x the mask of b and       y = x + mask(b) ± Σ mask(s with another)
               those it has in common with the others
     list      is told who has sent a vector                its signature under that list
