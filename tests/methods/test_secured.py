@@ -31,7 +31,6 @@ from furlong.methods.wrappers.ruled import Ruled
 from furlong.methods.wrappers.secured import PHASES, Secured
 from furlong.runs.cost import predict, without_data
 from furlong.runs.parties import wrapped
-from furlong.runs.prepare import Prepared
 
 SIZE = 3000
 
@@ -100,7 +99,7 @@ class Seen:
         return state.weights
 
 
-def federation(p: Prepared, sizes: tuple[int, ...]) -> Federation:
+def federation(sizes: tuple[int, ...]) -> Federation:
     images = ImageSet(torch.zeros(max(sizes), 3, 16, 16, dtype=torch.uint8), name="none")
     return Federation(images, {k: torch.arange(n) for k, n in enumerate(sizes)})
 
@@ -117,7 +116,7 @@ def carry(prepared: Any) -> Any:
         workers: int = 1,
         **options: Any,
     ) -> Seen:
-        own, seen = federation(p, sizes), Seen()
+        own, seen = federation(sizes), Seen()
         setup = replace(p.setup, sizes=own.sizes)
         watch = lambda exchange, report: seen.reports.append(  # noqa: E731
             (exchange, unpack(pack(report)))

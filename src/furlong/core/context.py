@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from furlong.nn.encoders import build_encoder
 from furlong.nn.losses import decorrelation
 from furlong.nn.optimisers import LARS
 from furlong.settings import setting
+
+if TYPE_CHECKING:
+    from furlong.core.secure.identity import Identity  # imports cryptography
 
 
 @dataclass(frozen=True)
@@ -345,6 +348,7 @@ class ClientContext(Context):
 
     client: int
     data: Shard
+    identity: Identity | None = None  # by which the client signs, if it has one ([secure])
 
     def batches(
         self, epochs: int | None = None, *, shuffle: bool = True, counted: bool = True

@@ -30,6 +30,7 @@ from torch import Tensor
 from furlong.core.payload import Weights, payload
 from furlong.core.secure import primitives as p
 from furlong.core.secure.graph import Graph, least, sparse
+from furlong.core.secure.identity import Identity
 from furlong.core.secure.primitives import KEY, SEAL, SHARE, SIGNATURE, ProtocolError
 from furlong.core.secure.settings import SecureSettings
 
@@ -118,9 +119,10 @@ class Secrets:
     alive: tuple[int, ...] | None = None
 
 
-def advertise(me: int, exchange: int) -> tuple[Secrets, Up]:
-    """Phase ``keys``: new keys for one round."""
-    cipher, mask, signing = (p.new_secret() for _ in range(3))
+def advertise(me: int, exchange: int, identity: Identity | None = None) -> tuple[Secrets, Up]:
+    """Phase ``keys``: new keys for one round, signed by the client's identity if it has one."""
+    cipher, mask = p.new_secret(), p.new_secret()
+    signing = p.new_secret() if identity is None else identity.secret
     public = p.agreement_key(cipher) + p.agreement_key(mask)
     signature = p.sign(signing, _keys_text(exchange, me, public))
     advert = row(public + p.signing_key(signing) + signature)
@@ -128,10 +130,19 @@ def advertise(me: int, exchange: int) -> tuple[Secrets, Up]:
     return Secrets(exchange, keys), Up({"advert": advert})
 
 
-def share(secrets: Secrets, me: int, offer: Offer, settings: SecureSettings) -> tuple[Secrets, Up]:
+def share(
+    secrets: Secrets,
+    me: int,
+    offer: Offer,
+    settings: SecureSettings,
+    identity: Identity | None = None,
+) -> tuple[Secrets, Up]:
     """Phase ``shares``: two shares for everybody who masks with this client."""
     _require_in_turn(secrets.offer is None)
     complete = _check_offer(secrets, me, offer, settings)
+    for other, advert in zip(offer.others, map(raw, offer.keys["adverts"]), strict=True):
+        if identity is not None:
+            identity.require_known(advert[2 * KEY : 3 * KEY], other)
     seed, mask = p.new_secret(), raw(secrets.keys["mask"])
     holders = sorted([*offer.others, me]) if complete else list(offer.others)
     of_mask, of_seed = (p.split(secret, holders, offer.threshold) for secret in (mask, seed))
@@ -214,6 +225,11 @@ def reveal(secrets: Secrets, me: int, signed: Signed) -> Up:
 def held(complete: bool, me: int, senders: Iterable[int]) -> list[int]:
     """Whose shares client ``me`` holds, in the order in which it sends them."""
     return sorted([*senders, me] if complete else senders)
+
+
+def attempt(secrets: Secrets) -> str:
+    """A name for this round of this client that no other round has."""
+    return hashlib.sha256(raw(secrets.keys["advert"])).hexdigest()
 
 
 def _check_offer(secrets: Secrets, me: int, offer: Offer, settings: SecureSettings) -> bool:

@@ -160,12 +160,14 @@ class Secured(Wrapping[State]):
         phase, me, secrets = ctx.exchange.index % len(PHASES), ctx.client, state.secrets
         number = _of_method(ctx.exchange).index
         if phase == KEYS:
-            known, up = protocol.advertise(me, number)
+            known, up = protocol.advertise(me, number, ctx.identity)
             return Local(replace(state, secrets=known), up)
         if secrets is None or secrets.exchange != number:
             raise ProtocolError("secure aggregation: this client's secrets of the round are gone")
+        if ctx.identity is not None:
+            ctx.identity.once(f"{protocol.attempt(secrets)} {PHASES[phase]}")
         if phase == SHARES:
-            known, up = protocol.share(secrets, me, down, self.settings)
+            known, up = protocol.share(secrets, me, down, self.settings, ctx.identity)
         elif phase == MASKED:
             state, vector = self._train(state, down, ctx)
             known, up = protocol.mask(secrets, me, down.inbox, vector)
