@@ -143,6 +143,17 @@ def test_three_supernodes_give_the_bits_of_one_process(
     assert not list(federation.folder.glob("state?/runs/*"))
 
 
+@slow
+def test_sums_under_masks(federation: Federation, tmp_path: Path) -> None:
+    """Secure aggregation between processes: the same bits, in five exchanges for a round."""
+    assert federation.run("masked", "fedema", secure=True) == in_process(
+        tmp_path / "one", "fedema", secure=True
+    )
+    lines = federation.lines("masked")
+    assert [line.get("summed") for line in lines] == ([None] * 4 + [3]) * 2
+    assert not any(line["failures"] for line in lines)
+
+
 def test_an_unknown_node_is_refused(federation: Federation, tmp_path: Path) -> None:
     """A key that nobody registered: the node ends, with an error that says why."""
     federation.call("certs", str(tmp_path / "other"), "--own-key", "stranger")

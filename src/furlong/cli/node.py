@@ -31,6 +31,7 @@ def node(
     device: str = "auto",
     trust_server: Annotated[bool, Parameter(negative=())] = False,
     insecure: Annotated[bool, Parameter(negative=())] = False,
+    identity: Path | None = None,
     patience: float = 75.0,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
@@ -69,6 +70,10 @@ def node(
         Let a run name files, folders and code of this machine, for experiments.
     insecure
         No certificates, no encryption, no authentication; on 127.0.0.1 only, for trials.
+    identity
+        Folder of this site's signing key, made if there is none, and of the keys of the other sites
+        (known/NAME.pub): then a server cannot put itself in the place of a site, and only runs with
+        secure.sums = true are taken part in.
     patience
         Seconds to try again for when the server refuses this node: so long it holds the place of
         one that died, and a key may be registered late.
@@ -76,7 +81,7 @@ def node(
         Read the images, show what would leave this site in a run of --agree, and end.
     """
     from furlong.deploy import processes
-    from furlong.deploy.node import OwnImages, Site
+    from furlong.deploy.node import OwnImages, Site, identity_at
     from furlong.runs import config
 
     if (data is None) == (part is None):
@@ -91,8 +96,15 @@ def node(
         trust_server,
         device,
         isolate=True,
+        identity=None if identity is None else identity.absolute(),
         say=say,
     )
+    if site.identity is not None:
+        own = identity_at(site.identity)
+        say(
+            f"this site signs with {own.public.hex()} ({site.identity / 'identity.pub'}) and knows "
+            f"the keys of {len(own.known)} others"
+        )
     if dry_run:
         _show_what_leaves(site)
         return
@@ -133,7 +145,9 @@ def _show_what_leaves(site: Site) -> None:
         "one."
     )
     say(f"What that may reveal: {found.caution}")
+    secure = site.agree is not None and site.agree.secure.sums
+    means = "" if secure else "the loss and other means of the training, "
     say(
-        "With every answer: the number of images, the loss and other means of the training, and an "
-        "error's text if it fails. Never: images, file names, paths, labels."
+        f"With every answer: the number of images, {means}and an error's text if it fails. Never: "
+        "images, file names, paths, labels."
     )

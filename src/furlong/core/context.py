@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from furlong.nn.losses import decorrelation
 from furlong.nn.optimisers import LARS
 from furlong.settings import setting
 
+if TYPE_CHECKING:
+    from furlong.core.secure.identity import Identity  # imports cryptography
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -32,6 +35,7 @@ class Exchange:
     kind: str = "train"
     clients: tuple[int, ...] | None = None  # None: the round's sample; (): the server alone
     part: int = 0  # of what takes several exchanges
+    learns: bool = True  # whether what is learnt can change in it; if not, it prepares another one
     index: int = -1  # running number, given by ``Server.exchanges``
 
 
@@ -344,6 +348,7 @@ class ClientContext(Context):
 
     client: int
     data: Shard
+    identity: Identity | None = None  # by which the client signs, if it has one ([secure])
 
     def batches(
         self, epochs: int | None = None, *, shuffle: bool = True, counted: bool = True

@@ -153,10 +153,8 @@ def run_client(
             down = replace_tensors(down, kept.stats)
         ctx.moments = list(kept.moments)
         local = method.local_update(kept.state, down, ctx)
-        upload, stats = local.upload, kept.stats
-        if method.bn_stats == "local":
-            upload, own = split_weights(upload, is_buffer)
-            stats = stats | own
+        upload, own = own_statistics(method, local.upload)
+        stats = kept.stats | own
         moments = kept.moments
         if setup.optimiser.persist and ctx.optimisers:
             moments = tuple(o.moments() for o in ctx.optimisers)
@@ -170,13 +168,17 @@ def run_client(
     return Report(ctx.client, ctx.exchange.index, len(ctx.data), upload, metrics)
 
 
+def own_statistics(method: Method[Any, Any, Any, U], upload: U) -> tuple[U, Weights]:
+    """What of an upload is sent, and the BatchNorm statistics that stay (bn_stats="local")."""
+    return split_weights(upload, is_buffer) if method.bn_stats == "local" else (upload, {})
+
+
 # ---------------------------------------------------------------- the server's half
 
 
 def expected_upload(method: Method[S, Any, Any, U], state: S, client: int, ctx: ServerContext) -> U:
     """What ``client`` must send: names, shapes and dtypes, without what stays with it."""
-    expected = method.expected(state, client, ctx)
-    return split_weights(expected, is_buffer)[0] if method.bn_stats == "local" else expected
+    return own_statistics(method, method.expected(state, client, ctx))[0]
 
 
 @dataclass
@@ -255,7 +257,7 @@ class Server(Generic[S, D, U]):
         """One exchange: sample, send, check, aggregate."""
         began = time.perf_counter()
         ctx = self.context(exchange)
-        cohort = self.cohort(exchange)
+        cohort = self.method.asked(state, self.cohort(exchange), ctx)
         downloads = Downloads(self.method, state, cohort, ctx)
         gate = _Gate(self, state, exchange, cohort)
         replies = gate.admit(engine.exchange(exchange, downloads))

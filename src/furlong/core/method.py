@@ -89,6 +89,8 @@ class Method(ABC, Generic[S, C, D, U]):
     usual_augment: ClassVar[str] = "moco_cifar"  # the preset that data.augment = "auto" stands for
     keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
     leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal
+    # in words: what its server needs of single clients, so that sums alone ([secure]) will not do
+    singles: ClassVar[str] = "its server looks at the answers one by one"
     caution: ClassVar[str] = ""  # in words: known criticism of the method
     explains: ClassVar[Mapping[str, str]] = {}  # metric -> how to read it, in a sentence
     remedy: ClassVar[str] = (  # in words: what to try when a run is heading for collapse
@@ -141,6 +143,10 @@ class Method(ABC, Generic[S, C, D, U]):
         """The exchanges of a run: one "train" exchange per round."""
         for index in range(setup.rounds):
             yield Exchange(round=index)
+
+    def asked(self, server: S, cohort: list[int], ctx: ServerContext) -> list[int]:  # noqa: ARG002
+        """Those of the round's ``cohort`` that ``ctx.exchange`` is about: all of them."""
+        return cohort
 
     def advice(self, setup: Setup) -> list[str]:  # noqa: ARG002
         """What a user should be told before a run with ``setup``: each a fact and its remedy."""

@@ -50,5 +50,4 @@ def disclosure(site: Site) -> Disclosure:
     ]
     asked = [item for item in predict(server, me) if item.cohort]
     total = sum(item.up.total for item in asked)
-    caution = settings.make_method().leaves
-    return Disclosure(party.setup.sizes[me], fields, len(asked), total, caution)
+    return Disclosure(party.setup.sizes[me], fields, len(asked), total, party.method.leaves)

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,9 @@ from furlong.runs.datasets import skipped
 from furlong.runs.folder import RunFolder
 from furlong.runs.nodes import Participant, own_size, participate
 from furlong.words import size
+
+if TYPE_CHECKING:
+    from furlong.core.secure.identity import Identity  # imports cryptography
 
 _PATH = re.compile(r"'[^'\n]*/[^'\n]*'|\"[^\"\n]*/[^\"\n]*\"|[^\s'\"(]*/[^\s'\")]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -82,6 +85,7 @@ class Site:
     code: bool = False  # whether a run may name modules and files of this machine
     device: str = "auto"
     isolate: bool = False  # train in a process of its own
+    identity: Path | None = None  # where the site's signing key is, for sums under masks
     say: Callable[[str], None] = lambda _: None
     _loaded: tuple[tuple[int, Reading], ImageSet] | None = field(default=None, repr=False)
     _joined: tuple[str, Participant, InProcess] | None = field(default=None, repr=False)
@@ -238,7 +242,12 @@ class Site:
 
     def _settings(self, header: Mapping[str, Any]) -> Config:
         own = self.own is not None
-        return settings_of(header, agree=self.agree, code=self.code, own=own, device=self.device)
+        settings = settings_of(
+            header, agree=self.agree, code=self.code, own=own, device=self.device
+        )
+        if self.identity is not None and not settings.secure.sums:
+            raise Refusal("secure.sums is false; this node was started with --identity")
+        return settings
 
     def _run(self, header: Mapping[str, Any]) -> Path:
         return self.folder / "runs" / str(header["run"])
@@ -288,6 +297,7 @@ class Site:
                 party.setup,
                 isolate=self.isolate and can_fork(party.setup.device),
                 store=StateFiles(Path()),
+                identity=None if self.identity is None else identity_at(self.identity),
             )
             self._joined = digest, party, engine
         return self._joined[1:]
@@ -303,6 +313,13 @@ class Site:
         if lost:
             self.say("warning: the state of the last round is gone; this client begins anew")
         return lost
+
+
+def identity_at(folder: Path) -> Identity:
+    """The site's identity."""
+    from furlong.core.secure.identity import Identity
+
+    return Identity.at(folder)
 
 
 def _encoded(report: Report[Any], down: Any, how: How, store: StateFiles) -> Any:

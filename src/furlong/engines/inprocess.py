@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from furlong.core.context import ClientContext, Exchange, Networks, Setup
 from furlong.core.exchange import Engine, Failure, run_client
@@ -17,6 +17,9 @@ from furlong.core.payload import PayloadError, unpack
 from furlong.engines.blobs import Blob, BlobStore, States
 from furlong.engines.pool import Answer, Pool, can_fork
 from furlong.errors import FurlongError, describe
+
+if TYPE_CHECKING:
+    from furlong.core.secure.identity import Identity
 
 
 @dataclass
@@ -34,6 +37,7 @@ class InProcess(Engine):
     store: States = field(default_factory=lambda: BlobStore(4 << 30))
     isolate: bool = False
     deadline: float = 0.0
+    identity: Identity | None = None  # of the one client, at a site
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -108,7 +112,14 @@ class InProcess(Engine):
         try:
             slot = _OneState(None if state is None else state.map())
             shard = self.federation.shard(client, labels=self.method.needs_labels)
-            ctx = ClientContext(self.setup, exchange, self._networks, client=client, data=shard)
+            ctx = ClientContext(
+                self.setup,
+                exchange,
+                self._networks,
+                client=client,
+                data=shard,
+                identity=self.identity,
+            )
             report = Blob.of(run_client(self.method, download(), ctx, slot))
             return report, None if slot.new is None else Blob.of_bytes(slot.new)
         except Exception as error:

@@ -31,7 +31,7 @@ from furlong.engines.codec import How, decode, encode
 from furlong.errors import FurlongError
 
 RETRY = 10.0  # seconds until a node that failed to answer a greeting is greeted again
-PROTOCOL = 2  # of the messages; raised when they change
+PROTOCOL = 3  # of the messages; raised when they change
 DAY = 86_400.0
 HELD = 1 << 30  # bytes of answers that wait for those of clients before them
 _PAUSES = (0.02, 0.5)  # seconds between two looks for answers, at first and at last

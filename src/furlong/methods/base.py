@@ -45,7 +45,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Averaging(Method[D, C, D, D]):
-    """Everybody gets the same payload, the answers look like it and are averaged."""
+    """Everybody gets the same payload, the answers look like it and are averaged.
+
+    If an ``aggregate`` of its own needs more than the answers' mean, ``singles`` must say so.
+    """
+
+    singles = ""
 
     def download(self, server: D, client: int, ctx: ServerContext) -> D:  # noqa: ARG002
         """The server's state itself."""

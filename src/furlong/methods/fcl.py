@@ -87,6 +87,7 @@ class State:
 class FCL(Projecting, Method[Server, State, Down, Up]):
     """Contrast with the features of all clients; pull towards the nearest of them."""
 
+    singles = "it passes feature vectors of single images on to the other clients"
     paper = "Wu et al., Decentralized Unsupervised Learning of Visual Representations, IJCAI 2022"
     keeps = (
         "its newest feature vectors (method.bank of its images and as many of encoded images), "

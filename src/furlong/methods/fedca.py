@@ -83,6 +83,7 @@ class State:
 class FedCA(Projecting, Method[Server, State, Down, Up]):
     """SimCLR with negatives from all clients, and a public model as a common system of axes."""
 
+    singles = "it passes projections of single images on to all clients"
     paper = (
         "Zhang et al., Federated Unsupervised Representation Learning, arXiv:2010.08982; "
         "FITEE 2023, doi:10.1631/FITEE.2200268"

@@ -60,6 +60,7 @@ class Up:
 class FedSC(Projecting, Method[Server, None, Down, Up]):
     """Spectral contrast; what clients know of each other are second moments of projections."""
 
+    singles = "it gives every client the moments of all others"
     paper = (
         "Jing, Yu, Zhang, Zhang, FedSC: Provable Federated Self-supervised Learning with Spectral "
         "Contrastive Objective over Non-i.i.d. Data, ICML 2024"

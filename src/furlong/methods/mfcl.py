@@ -72,6 +72,7 @@ Upload: TypeAlias = Model | Codes
 class MFCL(Method[Server, None, Model, Upload]):
     """A small autoencoder learns at the clients, the rest learns at the server from its codes."""
 
+    singles = "its server trains on representations of single images"
     paper = "Modular Federated Contrastive Learning with Peer Normalization, anonymous, 2022"
     remedy = CONTRASTIVE_REMEDY
     leaves = (

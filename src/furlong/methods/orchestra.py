@@ -76,6 +76,7 @@ class State:
 class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
     """Global clusters of local clusters are the targets, turned images keep from collapsing."""
 
+    singles = "its server clusters the centroids of all clients"
     paper = (
         "Lubana et al., Orchestra: Unsupervised Federated Learning via Globally Consistent "
         "Clustering, ICML 2022"

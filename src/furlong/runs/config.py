@@ -15,6 +15,7 @@ import tomli_w
 from furlong.core.aggregation import ServerSettings
 from furlong.core.context import OptimiserSettings
 from furlong.core.method import AnyMethod, Method
+from furlong.core.secure.settings import SecureSettings
 from furlong.data.reading import Reading
 from furlong.errors import FurlongError, nearest
 from furlong.evaluation.linear import RECIPES
@@ -359,6 +360,7 @@ class Config:
     train: TrainSettings = TrainSettings()
     optimiser: OptimiserSettings = field(default_factory=OptimiserSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    secure: SecureSettings = field(default_factory=SecureSettings)
     evaluate: EvaluateSettings = EvaluateSettings()
     run: RunSettings = RunSettings()
     flower: FlowerSettings = FlowerSettings()

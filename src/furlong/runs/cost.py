@@ -17,7 +17,7 @@ from furlong.core.federation import Federation
 from furlong.core.payload import Traffic, traffic
 from furlong.runs.config import Config, from_tree
 from furlong.runs.nodes import Members
-from furlong.runs.parties import ruled, setup_of
+from furlong.runs.parties import setup_of, wrapped
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def without_data(
     """The server of a run whose clients hold ``sizes`` images, for predicting what is sent."""
     members = Members(sizes, channels)
     federation = Federation.of(members.images(image_size, classes=10), members.split())
-    method = ruled(settings.make_method(), settings, len(sizes))
+    method = wrapped(settings.make_method(), settings, len(sizes))
     setup = setup_of(settings, method, federation)
     return Server(method, setup, fraction=settings.train.fraction)
 

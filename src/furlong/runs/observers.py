@@ -6,6 +6,7 @@ seen; the later ones write it down, save the run, and tell whoever watches.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,11 +120,14 @@ class Monitor:
         self._courses: dict[str, list[Numbers]] = {}  # whose encoder -> its measurements
         self._said: set[str] = set()
         self._one_class = ""  # the class that kNN gave to all test images, last time
+        self._learning = [e.index for e in prepared.server.exchanges() if e.learns]
 
     def __call__(self, event: Event) -> None:
-        """Every ``evaluate.knn_every`` exchanges and at the end."""
-        every = self._settings.knn_every or max(1, event.total // 20)
-        if event.last or event.done % every == 0:
+        """Every ``evaluate.knn_every`` exchanges in which something is learnt, and at the end."""
+        every = self._settings.knn_every or max(1, len(self._learning) // 20)
+        now = event.result.exchange.index
+        done = bisect_right(self._learning, now)
+        if event.last or (event.result.exchange.learns and done % every == 0):
             if self._untrained is None:
                 self._untrained = self.measure({"random": self._random})["random"]
             self._one_class = ""

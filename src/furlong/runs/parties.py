@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from furlong.core.aggregation import COLLECTED
 from furlong.core.context import Setup
 from furlong.core.exchange import cohort_size
 from furlong.core.federation import Federation
@@ -42,15 +43,50 @@ def parties(settings: Config, train: ImageSet, split: Partition) -> tuple[AnyMet
         return Alone(method), federation
     if (client := left_out(settings, train, split)) is not None:
         federation = federation.without(client)
-    return ruled(method, settings, len(federation.rows)), federation
+    return wrapped(method, settings, len(federation.rows)), federation
 
 
-def ruled(method: AnyMethod, settings: Config, clients: int) -> AnyMethod:
-    """The method under the server's rule, if a round has clients enough for it."""
-    if settings.server.rule == "mean":
-        return method
-    settings.server.check_cohort(cohort_size(clients, settings.train.fraction))
-    return Ruled(method, settings.server)
+def wrapped(method: AnyMethod, settings: Config, clients: int) -> AnyMethod:
+    """The method under the server's rule, and under masks if the run asks for them.
+
+    Masks are outermost: what a wrapper inside does to an upload is done before it is masked.
+    """
+    size = cohort_size(clients, settings.train.fraction)
+    if settings.server.rule != "mean":
+        settings.server.check_cohort(size)
+        method = Ruled(method, settings.server)
+    return _secured(method, settings, size) if settings.secure.sums else method
+
+
+def _secured(method: AnyMethod, settings: Config, size: int) -> AnyMethod:
+    """The method under masks, unless something of the run needs single clients' numbers."""
+    model, rule, encoding = settings.model, settings.server.rule, settings.flower.encoding
+    reasons = {
+        f"method {settings.method['name']}": method.singles,
+        f"server.rule = {rule}": "it compares the answers of single clients"
+        if rule in COLLECTED
+        else "",
+        "model.adapter_average = products": "it multiplies the factors of single clients"
+        if model.adapter != "none" and model.adapter_average == "products"
+        else "",
+        f"evaluate.angles = {settings.evaluate.angles}": "it measures the encoders of single "
+        "clients"
+        if settings.evaluate.angles
+        else "",
+        f"flower.encoding = {encoding}": "masked numbers are random ones, which cannot be rounded"
+        if encoding != "exact"
+        else "",
+    }
+    for what, reason in reasons.items():
+        if reason:
+            raise FurlongError(
+                f"secure.sums = true shows the server nothing but sums, and {what} needs more: "
+                f"{reason}. Change that, or leave --secure out."
+            )
+    settings.secure.check_cohort(size)
+    from furlong.methods.wrappers.secured import Secured  # imports cryptography
+
+    return Secured(method, settings.secure, settings.train.fraction)
 
 
 def setup_of(

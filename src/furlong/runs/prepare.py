@@ -155,16 +155,18 @@ def resolved(settings: Config, method: AnyMethod, clients: int | None, k: int) -
 def _notes(settings: Config, method: AnyMethod, setup: Setup, training: bool) -> list[str]:
     """What a user should know about these settings."""
     notes, name, bound = [], settings.method["name"], settings.run.bound
-    if not sends(bound) and settings.server.rule != "mean":
-        notes.append(
-            f"server.rule = {settings.server.rule} plays no part: with bound = {bound} there is "
-            "nothing to merge"
-        )
+    idle = {
+        f"server.rule = {settings.server.rule}": settings.server.rule != "mean",
+        "secure.sums = true": settings.secure.sums,
+    }
+    for what, given in idle.items():
+        if given and not sends(bound):
+            notes.append(f"{what} plays no part: with bound = {bound} there is nothing to merge")
     if method.caution and training:
         notes.append(f"known criticism of {name}: {method.caution}")
     if training:
         notes += method.advice(setup)
-    if method.bn_stats == "local":
+    if settings.method["bn_stats"] == "local":
         notes.append(
             "bn_stats = local: BatchNorm statistics stay on the clients, so the evaluated and "
             "saved encoder has the initial ones (mean 0, variance 1)"

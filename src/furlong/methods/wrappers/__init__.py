@@ -31,6 +31,8 @@ class Wrapping(Method[S, Any, Any, Any]):
     needs_public = _inner("needs_public")
     pairs_views = _inner("pairs_views")
     usual_augment = _inner("usual_augment")
+    leaves = _inner("leaves")
+    singles = _inner("singles")
     caution = _inner("caution")
     explains = _inner("explains")
     remedy = _inner("remedy")
