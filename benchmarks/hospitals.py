@@ -136,6 +136,7 @@ def rows() -> dict[str, Options]:
     first = {"federated": ways["federated"]}
     methods: dict[str, Options] = {
         "federated, FedU": {"method": "fedu"},  # a further method is a further line
+        "federated, FedVICReg": {"method": "fedvicreg"},
     }
     without = {
         f"without {site}": {"method": "fedsimclr", "bound": f"without:{site}"}
@@ -317,34 +318,35 @@ def all_rows(every: dict[str, Runs]) -> list[str]:
 def differences(kept: dict[str, dict[str, Any]]) -> list[str]:
     """What federation gains, paired over seeds, in AUROC of the linear probe."""
     lines = [
-        learning.cells("start", "federated minus", "AUROC", "seeds", "says"),
-        learning.cells(*["---"] * 5),
+        learning.cells("federated minus", *(f"from {start}" for start in STARTS)),
+        learning.cells(*["---"] * (1 + len(STARTS))),
     ]
-    for start, untrained in UNTRAINED.items():
-        federated = kept.get(f"{start}: federated", {})
-        alone, pooled = (kept.get(f"{start}: {way}", {}) for way in ("alone", "pooled"))
-        others = {"the encoder before training": (federated, untrained)}
-        others |= {f"{site} alone": (alone, f"{site} alone") for site in SITES}
-        others |= {"alone, mean of the five": (alone, "alone"), "pooled": (pooled, "pooled")}
-        for name, (runs, whose) in others.items():
+    names = ["the encoder before training", *(f"{site} alone" for site in SITES)]
+    for name in (*names, "alone, mean of the five", "pooled"):
+        found = []
+        for start, untrained in UNTRAINED.items():
+            way = {"pooled": "pooled", names[0]: "federated"}.get(name, "alone")
+            whose = {names[0]: untrained, "alone, mean of the five": "alone"}.get(name, name)
+            left, right = (kept.get(f"{start}: {w}", {}) for w in ("federated", way))
             gaps = [
-                federated[seed]["measures"]["federated linear"]["auroc"]
-                - runs[seed]["measures"][f"{whose} linear"]["auroc"]
-                for seed in sorted(set(federated) & set(runs))
+                left[seed]["measures"]["federated linear"]["auroc"]
+                - right[seed]["measures"][f"{whose} linear"]["auroc"]
+                for seed in sorted(set(left) & set(right))
+                if f"{whose} linear" in right[seed]["measures"]
             ]
-            if gaps:
-                lines.append(learning.cells(start, name, *verdict(gaps)))
+            found.append(gap(gaps))
+        lines.append(learning.cells(name, *found))
     return lines
 
 
-def verdict(gaps: list[float]) -> tuple[str, str, str]:
-    """The mean difference with its 95 % t-interval over seeds, their number, and what it says."""
-    mean = statistics.mean(gaps)
+def gap(gaps: list[float]) -> str:
+    """The mean difference with its 95 % t-interval over seeds, bold if that is without zero."""
     if len(gaps) < 2:
-        return f"{mean:+.3f}", "1", "one seed: says nothing of chance"
+        return f"{gaps[0]:+.3f} (one seed)" if gaps else "not run"
+    mean = statistics.mean(gaps)
     half = t.ppf(0.975, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
-    says = "no clear difference" if abs(mean) < half else ("helps" if mean > 0 else "costs")
-    return f"{mean:+.3f} ± {half:.3f}", str(len(gaps)), says
+    text = f"{mean:+.3f} ± {half:.3f} ({len(gaps)} seeds)"
+    return f"**{text}**" if abs(mean) > half else text
 
 
 def by_site(every: dict[str, Runs]) -> list[str]:
