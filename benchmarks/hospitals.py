@@ -15,22 +15,28 @@ goes on where it was.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import signal
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import learning
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from learning import Options, Part
 from matplotlib.figure import Figure
 from measuring import parse, parser
+from PIL import Image
 from scipy.stats import t
 from torch import Tensor
 
+from furlong.data.images import load
 from furlong.evaluation.features import features
 from furlong.evaluation.metrics import MEASURES
 from furlong.nn.encoders import build_encoder
@@ -95,7 +101,16 @@ def parts(data: Path) -> dict[str, Part]:
                 "ImageNet": {**STARTS["ImageNet"], **simclr},
                 "nothing: FedSimCLR": {**STARTS["nothing"], **simclr},
                 "LoRA": {**STARTS["LoRA"], **simclr},
-                "nothing: FedU": {**STARTS["nothing"], "method": "fedu"},
+                **{
+                    f"nothing: {name}": {**STARTS["nothing"], "method": name.lower()}
+                    for name in ("FedU", "FedVICReg", "FedSC", "FedMoCo")
+                },
+                "600 slices, as `furlong check` says": {
+                    **STARTS["nothing"],
+                    **simclr,
+                    "data.images": 600,
+                    "rounds": 200,
+                },
                 "nothing: FedSimCLR, 48 px": {
                     **STARTS["nothing"],
                     **simclr,
@@ -121,6 +136,7 @@ def rows() -> dict[str, Options]:
     first = {"federated": ways["federated"]}
     methods: dict[str, Options] = {
         "federated, FedU": {"method": "fedu"},  # a further method is a further line
+        "federated, FedVICReg": {"method": "fedvicreg"},
     }
     without = {
         f"without {site}": {"method": "fedsimclr", "bound": f"without:{site}"}
@@ -210,7 +226,7 @@ Runs = list[dict[str, Any]]  # the numbers of one row, one entry per seed
 
 def page(kept: dict[str, dict[str, Any]]) -> None:
     """Write tables and figures of the page anew; what is between its markers, and nothing else."""
-    every = {row: list(seeds.values()) for row, seeds in kept.items()}
+    every = {row: list(kept[row].values()) for row in rows() if row in kept}
     made = {
         "all": all_rows(every),
         "differences": differences(kept),
@@ -268,7 +284,7 @@ def shown(every: dict[str, Runs]) -> list[tuple[str, str, Runs, str]]:
     for start, whose in UNTRAINED.items():
         own = {row: every[row] for row in rows() if row.startswith(f"{start}: ") and row in every}
         if start in BEFORE and own:
-            lines.append((start, BEFORE[start], [runs[0] for runs in own.values()][:1], whose))
+            lines.append((start, BEFORE[start], next(iter(own.values())), whose))
         lines += [(start, row.partition(": ")[2], runs, who(row)) for row, runs in own.items()]
     return lines
 
@@ -302,34 +318,35 @@ def all_rows(every: dict[str, Runs]) -> list[str]:
 def differences(kept: dict[str, dict[str, Any]]) -> list[str]:
     """What federation gains, paired over seeds, in AUROC of the linear probe."""
     lines = [
-        learning.cells("start", "federated minus", "AUROC", "seeds", "says"),
-        learning.cells(*["---"] * 5),
+        learning.cells("federated minus", *(f"from {start}" for start in STARTS)),
+        learning.cells(*["---"] * (1 + len(STARTS))),
     ]
-    for start, untrained in UNTRAINED.items():
-        federated = kept.get(f"{start}: federated", {})
-        alone, pooled = (kept.get(f"{start}: {way}", {}) for way in ("alone", "pooled"))
-        others = {"the encoder before training": (federated, untrained)}
-        others |= {f"{site} alone": (alone, f"{site} alone") for site in SITES}
-        others |= {"alone, mean of the five": (alone, "alone"), "pooled": (pooled, "pooled")}
-        for name, (runs, whose) in others.items():
+    names = ["the encoder before training", *(f"{site} alone" for site in SITES)]
+    for name in (*names, "alone, mean of the five", "pooled"):
+        found = []
+        for start, untrained in UNTRAINED.items():
+            way = {"pooled": "pooled", names[0]: "federated"}.get(name, "alone")
+            whose = {names[0]: untrained, "alone, mean of the five": "alone"}.get(name, name)
+            left, right = (kept.get(f"{start}: {w}", {}) for w in ("federated", way))
             gaps = [
-                federated[seed]["measures"]["federated linear"]["auroc"]
-                - runs[seed]["measures"][f"{whose} linear"]["auroc"]
-                for seed in sorted(set(federated) & set(runs))
+                left[seed]["measures"]["federated linear"]["auroc"]
+                - right[seed]["measures"][f"{whose} linear"]["auroc"]
+                for seed in sorted(set(left) & set(right))
+                if f"{whose} linear" in right[seed]["measures"]
             ]
-            if gaps:
-                lines.append(learning.cells(start, name, *verdict(gaps)))
+            found.append(gap(gaps))
+        lines.append(learning.cells(name, *found))
     return lines
 
 
-def verdict(gaps: list[float]) -> tuple[str, str, str]:
-    """The mean difference with its 95 % t-interval over seeds, their number, and what it says."""
-    mean = statistics.mean(gaps)
+def gap(gaps: list[float]) -> str:
+    """The mean difference with its 95 % t-interval over seeds, bold if that is without zero."""
     if len(gaps) < 2:
-        return f"{mean:+.3f}", "1", "one seed: says nothing of chance"
+        return f"{gaps[0]:+.3f} (one seed)" if gaps else "not run"
+    mean = statistics.mean(gaps)
     half = t.ppf(0.975, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
-    says = "no clear difference" if abs(mean) < half else ("helps" if mean > 0 else "costs")
-    return f"{mean:+.3f} ± {half:.3f}", str(len(gaps)), says
+    text = f"{mean:+.3f} ± {half:.3f} ({len(gaps)} seeds)"
+    return f"**{text}**" if abs(mean) > half else text
 
 
 def by_site(every: dict[str, Runs]) -> list[str]:
@@ -383,7 +400,10 @@ def sent(every: dict[str, Runs]) -> list[str]:
         if not way.startswith("federated"):
             continue
         last = runs[0]
-        kinds = [size(last["up"][kind] / last["clients"]) for kind in last["up"]]
+        kinds = [
+            size(last["up"][kind] / last["clients"])
+            for kind in ("params", "buffers", "features", "scalars")
+        ]
         method = way.partition(", ")[2] or "FedSimCLR"
         minutes = learning.spread([run["seconds"] / 60 for run in runs])
         lines.append(
@@ -471,13 +491,58 @@ def main() -> None:
     given = parse(words, seeds="0", jobs=1)
     given.root = str(given.lgg.parent)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if given.smoke:
+        smoke(given)
+        return
     learning.KEPT = KEPT
     part = parts(given.lgg.resolve())[given.part]
     if not given.show:
         learning.run(given.part, part, given)
-    print(learning.table(given.part, part))
     if given.part == "hospitals":
         page(learning.kept(given.part))
+        print(f"{PAGE} has the tables and figures of the runs that are there")
+    else:
+        print(learning.table(given.part, part))
+
+
+def smoke(given: Any) -> None:
+    """Tiny runs on drawn figures of two hospitals; the tables are printed and not kept."""
+    tiny = {"data.image-size": 16, "rounds": 1, "batch-size": 8, "method": "fedsimclr"}
+    tiny |= {"evaluate.also": "linear-10,linear-50"}
+    with tempfile.TemporaryDirectory() as scratch:
+        given.out = learning.KEPT = Path(scratch)
+        for number, split in enumerate(("train", "test")):
+            figures_of(split, number, Path(scratch) / "lgg")
+        part = Part(
+            "tiny runs",
+            {**common(Path(scratch) / "lgg"), **tiny},
+            {
+                "nothing: federated": {},
+                "nothing: alone": {"bound": "single"},
+                "nothing: without DU": {"bound": "without:DU"},
+            },
+            more=more,
+        )
+        learning.run("smoke", part, given)
+        kept = learning.kept("smoke")
+    every = {row: list(seeds.values()) for row, seeds in kept.items()}
+    for lines in (all_rows(every), differences(kept), by_site(every), sent(every), near(every)):
+        print(*lines, "", sep="\n")
+
+
+def figures_of(split: str, number: int, folder: Path) -> None:
+    """A parquet file as that of the slices: 48 figures of 8 patients in 2 hospitals."""
+    drawn = load("shapes", limit=48, seed=number)
+    assert drawn.labels is not None
+    rows = []
+    for place, (pixels, label) in enumerate(zip(drawn.pixels, drawn.labels.tolist(), strict=True)):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(buffer, "PNG")
+        patient = 8 * number + place % 8
+        row = {"image": {"bytes": buffer.getvalue(), "path": None}, "label": label % 2}
+        rows.append({**row, "site": SITES[patient % 2], "patient": f"P{patient}"})
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
 
 
 if __name__ == "__main__":

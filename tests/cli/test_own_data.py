@@ -194,7 +194,7 @@ def test_check_of_a_heap_and_of_nothing(call: Call, tmp_path: Path) -> None:
         picture(i, 300, 200).convert("L").save(tmp_path / "heap" / f"{i}.png")
     found = json.loads(call("check", "heap", "--json").out)
     assert found["sites"] == {}
-    assert found["suggested"]["image_size"]["value"] == 128
+    assert found["suggested"]["image_size"]["value"] == 32  # all that small sees at once
     assert "left and right" in found["suggested"]["augment"]["reason"]  # all grey
     assert "--partition iid --clients 2 " in found["next"][1]
     (tmp_path / "none").mkdir()
@@ -342,6 +342,8 @@ def test_advice_follows_the_methods_usual_settings(monkeypatch: pytest.MonkeyPat
     assert big["batch_size"]["value"] == usual
     assert big["rounds"]["value"] == -(-advice.STEPS // (469 // usual))
     assert "86 steps at the smallest site, 1,204 at a middling one" in big["rounds"]["reason"]
+    assert big["image_size"]["value"] == advice.SEEN  # for the encoder small
+    assert seen(a=10_000)["image_size"]["value"] == 48  # for resnet18, all that there is
     little = seen(a=40, b=60, c=50)
     assert little["batch_size"]["value"] == usual // 2
     assert little["rounds"]["value"] == advice.MOST_ROUNDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,7 +71,8 @@ def neighbours(
             place, rows = making.stored_rows(encoder, inside)
         else:
             place, rows = inside, making.folder_rows(encoder, inside, skipped, show, root)
-        found = making.nearest_images(query, rows, k, _folder(image, place) if elsewhere else None)
+        own = _folder(image, place, root) if elsewhere else None
+        found = making.nearest_images(query, rows, k, own)
     print_skipped(skipped)
     if as_json:
         print(json.dumps([{"path": n.path, "similarity": n.similarity} for n in found.nearest]))
@@ -90,13 +92,14 @@ def neighbours(
         err.print(f"page: {out}", markup=False, soft_wrap=True)
 
 
-def _folder(image: Path, place: Path) -> str:
-    """The folder of ``image`` as paths below ``place`` (a folder, or a manifest's) begin."""
-    above = (place.parent if place.is_file() else place).resolve()
+def _folder(image: Path, place: Path, roots: str | None) -> str:
+    """The folder of ``image`` as paths begin: below ``place`` (a manifest's folder), or a root."""
     folder = image.resolve().parent
-    if folder == above or not folder.is_relative_to(above):
-        raise FurlongError(
-            f"--elsewhere leaves out the folder of {image}, but that is not below {above}: name an "
-            "image there, or leave out --elsewhere."
-        )
-    return folder.relative_to(above).as_posix()
+    given = roots.split(os.pathsep) if roots else [place.parent if place.is_file() else place]
+    for above in (Path(each).resolve() for each in given):
+        if folder != above and folder.is_relative_to(above):
+            return folder.relative_to(above).as_posix()
+    raise FurlongError(
+        f"--elsewhere leaves out the folder of {image}, but that is not below "
+        f"{' or '.join(map(str, given))}: name an image there, or leave out --elsewhere."
+    )

@@ -16,7 +16,8 @@ from furlong.runs import config
 from furlong.runs.parties import augmentation
 
 SIZES = (32, 48, 64, 96, 128)
-METHOD = "fedsimclr"  # gained most of the methods tried on 5,000 images (docs/results.md)
+SEEN = 32  # pixels that the encoder small takes in at once (31): of more it sees only pieces
+METHOD = "fedsimclr"  # gained most on 5,000 images (docs/results.md) and on MRI (docs/hospitals.md)
 STEPS = 1200  # of a client in a run; its usual settings were chosen with about as many
 MOST_ROUNDS = 200
 IN_PARTS = ("DICOM", "NIfTI")  # every frame or slice of which is an image of its own
@@ -119,8 +120,8 @@ def _measured(seen: list[Seen]) -> dict[str, Any]:
 
 def _suggested(found: dict[str, Any], parts: list[Part]) -> dict[str, Any]:
     """Settings with their reasons: a method's usual ones, with a length that suits the images."""
-    size, size_why = _size(found)
     encoder, encoder_why = _encoder(found["images"])
+    size, size_why = _size(found, encoder)
     usual = config.load(None, {"method": METHOD, "encoder": encoder, "data": found["data"]})
     held = _held(found, parts)
     clients = _clients(held)
@@ -186,8 +187,13 @@ def _steps_why(steps: list[int], rounds: int, sites: bool) -> str:
     return f"{said}; about {STEPS:,} are good, so more images or --epochs 2 or more would help"
 
 
-def _size(found: dict[str, Any]) -> tuple[int, str]:
+def _size(found: dict[str, Any], encoder: str) -> tuple[int, str]:
     short, width, height = found["shorter_side"], found["width"], found["height"]
+    if encoder == "small" and short["tenth"] > SEEN:
+        return SEEN, (
+            "the encoder small sees no more at once, and learnt more from 32 pixels of MRI slices "
+            "than from 48; for finer details take a larger encoder with them"
+        )
     if found["one_size"] and width["max"] == height["max"] <= 96:
         return int(width["max"]), "all images have this size; nothing is resized"
     fit = [size for size in SIZES if size <= short["tenth"]]
