@@ -78,6 +78,7 @@ PROTOCOLS = "tests/evaluation/test_protocols.py"
 CONFIG = "tests/runs/test_config.py"
 TABLES = "tests/reports/test_tables.py"
 SECURE = "tests/core/test_secure.py"
+IDENTITY = "tests/deploy/test_secured_remote.py -k 'answers_once or stranger'"
 SECURED = "tests/methods/test_secured.py -k 'drops_out or plain_run or random_bytes or changed'"
 CODEC = "tests/engines/test_codec.py -k 'not methods_run'"
 COST = (
@@ -1146,6 +1147,22 @@ MUTANTS = [
         "return Local(state, protocol.reveal(secrets, me, down))",
         SECURED,
         "a round's secrets stay",
+    ),
+    Mutant(
+        "secure-once",
+        "core/secure/identity.py",
+        "if what in before:",
+        "if what in before[:0]:",
+        IDENTITY,
+        "a site answers a phase twice, when a server goes back",
+    ),
+    Mutant(
+        "secure-known",
+        "core/secure/identity.py",
+        "if public not in self.known:",
+        "if not self.known:",
+        IDENTITY,
+        "a site takes part with strangers",
     ),
     # ------------------------------------------------------------ checkpoint
     Mutant(
