@@ -1,6 +1,6 @@
 """What secure aggregation costs: milliseconds of one core and bytes, by clients and numbers.
 
-python benchmarks/secagg.py [--smoke] [--clients 5 20 50 100 200] [--values 100000 11000000]
+python benchmarks/secagg.py [--smoke] [--clients 5 20 50 100] [--values 100000 11000000]
 
 One client's and the server's part of a round, without training and without a network. All clients
 make keys and shares; the vectors of all but one are left out, since the server's work does not
@@ -31,7 +31,7 @@ DROPPED = 0.1  # the share of clients that send shares and then no vector
 def main() -> None:
     """Print a table."""
     words = parser(__doc__)
-    words.add_argument("--clients", type=int, nargs="+", default=[5, 20, 50, 100, 200])
+    words.add_argument("--clients", type=int, nargs="+", default=[5, 20, 50, 100])
     words.add_argument("--values", type=int, nargs="+", default=[100_000, 11_000_000])
     options = parse(words, clients=[4, 52], values=[1000])
     torch.set_num_threads(1)

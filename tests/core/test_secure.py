@@ -155,6 +155,13 @@ def test_means_are_as_exact_as_stated(values: list[float], images: list[int]) ->
     assert abs(found.loss - exact) <= like.error(3, sum(images)) + slack
 
 
+def test_numbers_are_rounded_to_the_nearest() -> None:
+    like = layout(3, 2.0**40, w=torch.zeros(2))
+    step = 2.0**-like.bits
+    vector = like.encode({"w": torch.tensor([0.9 * step, -0.9 * step])}, 1, None)
+    assert vector[HEAD:].view(np.int64).tolist() == [1, -1]
+
+
 def test_the_stated_example() -> None:
     assert fraction_bits(50_000, 1e6) == 26
     assert layout(50_000).error(10, 50_000) == pytest.approx(1.5e-12, rel=0.02)
@@ -384,6 +391,14 @@ def test_a_sparse_round() -> None:
     assert not played.errors
 
 
+def test_a_sparse_round_that_loses_more_than_it_was_made_for() -> None:
+    """The graph might be cut in two, and each half be opened by itself: nobody signs the list."""
+    few = SecureSettings(colluding=0.02, dropouts=0.06)
+    played = play(vectors(COMPLETE + 4, 8), {"masked": {3, 20, 33, 47}}, chosen=few)
+    assert {what for what in played.errors.values() if "fewer than 51 clients" in what}
+    assert not played.received["list"]
+
+
 # ---------------------------------------------------------------- what the server receives
 
 
@@ -503,6 +518,29 @@ def test_clients_refuse(tamper: Tamper, phase: str, who: set[int]) -> None:
     played = play(vectors(5), tamper=tamper)
     assert {k for name, k in played.errors if name == phase} == who
     assert not played.received["unmask"]
+
+
+def test_keys_of_a_server_under_a_clients_name() -> None:
+    """The same lie to everybody, so that all see the same keys: only the signature tells."""
+    known, adverts = {}, {}
+    for k in range(3):
+        known[k], up = protocol.advertise(k, 0)
+        adverts[k] = up.sent["advert"].clone()
+    _, forged = protocol.advertise(2, 0)
+    honest = adverts[2].clone()
+    for lie in (False, True):
+        adverts[2][: 2 * KEY] = (forged.sent["advert"] if lie else honest)[: 2 * KEY]
+        session = protocol.session({k: protocol.raw(a) for k, a in adverts.items()})
+        keys = {
+            "adverts": torch.stack([adverts[1], adverts[2]]),
+            "session": protocol.row(session),
+        }
+        offer = Offer(3, 3, 3, (1, 2), keys)
+        if lie:
+            with pytest.raises(ProtocolError, match="signature of client 2"):
+                protocol.share(known[0], 0, offer, PLAIN)
+        else:
+            protocol.share(known[0], 0, offer, PLAIN)
 
 
 def test_a_client_answers_every_phase_once() -> None:

@@ -94,6 +94,12 @@ def cost(
         f"{size(whole.total)} in all, {size(each)} per client. A report's own numbers (images, "
         "loss) come on top, some bytes each."
     )
+    if resolved.secure.sums:
+        console.print(
+            "Under masks a client's number takes 8 bytes on its way up instead of 4, and a round "
+            "five exchanges instead of one. What the masks take to compute: benchmarks/secagg.py."
+        )
+        return
     sent = Channel.of(costs, len(server.setup.sizes))
     console.print(
         "Counted as in MFCL's Table 8 (32 bits per value, a channel code of rate 1/3, models both "

@@ -41,6 +41,7 @@ def write(
         "digest": hashlib.sha256(data).hexdigest(),
         "method": METHODS.get(about["method"]),
         "settings": run.settings,
+        "secured": run.settings.get("secure", {}).get("sums", False),
         "initial": _initial(run.settings.get("model", {})),
         "summary": run.finished,
         "split": run.split,

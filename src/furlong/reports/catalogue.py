@@ -85,7 +85,8 @@ that the method is usually run with if it needs another; `furlong cost CONFIG` p
 Defaults of options are those beside that encoder; `furlong methods NAME --encoder small` has those
 beside the small one. Any averaging method combines with any rule of the server (`--server.rule`,
 see [guide.md](guide.md)) and with the bounds (`--bound single`, `--bound pooled`,
-`--bound without:SITE`). What uploads can reveal is in [privacy.md](privacy.md).
+`--bound without:SITE`). What uploads can reveal is in [privacy.md](privacy.md), and which methods
+can be run so that the server learns sums only (`--secure`).
 """
 
 
