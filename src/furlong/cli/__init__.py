@@ -17,7 +17,7 @@ from furlong.errors import FurlongError, nearest
 
 COMMANDS = (
     *("run", "resume", "demo", "evaluate", "partition", "methods", "papers", "cost", "compare"),
-    *("table", "report", "check", "export", "embed", "neighbours"),
+    *("table", "report", "check", "export", "embed", "neighbours", "audit"),
     *("certs", "superlink", "node", "flower-app"),
 )
 """Each is a function in the module of its name."""
