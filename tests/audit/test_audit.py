@@ -26,7 +26,7 @@ SIZES = {"data.test_images": 120, "evaluate.probe": "none"}
 
 
 def trained(folder: Path, method: str = "fedsimclr", **options: Any) -> Path:
-    settings = tiny(method, out=str(folder), **SIZES, **options)
+    settings = tiny(method, out=str(folder), **{**SIZES, **options})
     return run(settings).folder
 
 
@@ -75,7 +75,7 @@ def test_audit_from_the_shell(finished: Path, furlong_: Call, monkeypatch: Any) 
     monkeypatch.setattr(gradients, "STEPS", 2)
     monkeypatch.setattr(gradients, "UPDATES", 2)
     monkeypatch.setattr("furlong.audit.membership.VIEWS", 4)
-    printed = furlong_("audit", finished, "--images", "40", "--json")
+    printed = furlong_("audit", finished, "--images", "20", "--json")
     (found,) = printed.json
     assert found == json.loads((finished / "audit.json").read_text())
     rows = {(row["name"], row["target"]) for row in found["findings"]}
@@ -83,26 +83,20 @@ def test_audit_from_the_shell(finished: Path, furlong_: Call, monkeypatch: Any) 
     assert ("together", "upload of client 0") in rows
     assert ("gradient", "update of 2 images") in rows
     assert [each["target"] for each in found["not_tried"]] == ["features"]
+    same = auditing.audit(finished, auditing.Ask(20, only=("published",))).report()
+    assert same["findings"] == found["findings"][:5]  # the same seed, the same numbers
     page = (finished / "audit.html").read_text()
     assert "data:image" not in page
     assert "What remains unknown" in page
     assert all(text.split(".")[0] in page for text in pages.UNKNOWN)
     with_pictures = furlong_(
-        "audit", finished, "--images", "40", "--only", "gradient", "--pictures"
+        "audit", finished, "--images", "20", "--only", "gradient", "--pictures"
     )
     assert with_pictures.code == 0, with_pictures.err
     page = (finished / "audit.html").read_text()
     assert "This page holds images of the clients" in page
     assert page.count("data:image/png") == 16
     assert not (finished / "server").exists()
-
-
-def test_the_same_seed_gives_the_same_audit(finished: Path) -> None:
-    ask = auditing.Ask(40, 3, None, ("published",))
-    first, second = (auditing.audit(finished, ask).report() for _ in range(2))
-    assert first == second
-    other = auditing.audit(finished, replace(ask, seed=4)).report()
-    assert other["findings"] != first["findings"]
 
 
 def test_what_cannot_be_audited_is_refused(finished: Path, furlong_: Call) -> None:

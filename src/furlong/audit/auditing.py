@@ -250,10 +250,7 @@ def _unwrapped(p: Prepared, state: Any) -> tuple[AnyMethod, Any]:
 def _begun(p: Prepared) -> Any:
     """A server's state with untrained networks, without the work that some methods begin with."""
     with p.server.computing("init"):
-        ctx = p.server.context(Exchange(round=0))
-        if config.sends(p.config.run.bound):
-            return p.method.outline(None, p.server.clients, ctx)
-        return p.method.init_server(ctx)
+        return p.method.outline(None, p.server.clients, p.server.context(Exchange(round=0)))
 
 
 def _ended(p: Prepared, record: RunRecord) -> Any | None:

@@ -28,15 +28,27 @@ TITLES = {
     "decoding": "Decoding by the server",
     "gradient": "Inversion of a small update",
 }
-FAMILIES = {
-    "membership": "Was this image trained on?",
-    "memorisation": "Does the encoder know a training image by a part of it?",
-    "features": "What do features of single images reveal?",
-    "update": "Can images be drawn from a small update?",
+FAMILIES = {  # the question, and who can ask it
+    "membership": (
+        "Was this image trained on?",
+        "Whoever holds the encoder and a candidate image can ask this; of an upload the server.",
+    ),
+    "memorisation": (
+        "Does the encoder know a training image by a part of it?",
+        "Whoever holds the encoder, a part of an image and candidates for the whole.",
+    ),
+    "features": (
+        "What do features of single images reveal?",
+        "The server that gets them, and every other client to whom it passes them on.",
+    ),
+    "update": (
+        "Can images be drawn from a small update?",
+        "The server that gets the update of a client with two images and one step: the worst case.",
+    ),
 }
 MEASURES = {
     "auc": "AUC",
-    "tpr": "found at 1 % false alarms",
+    "tpr": "at 1 % false alarms",
     "identified": "recognised",
     "psnr": "likeness (PSNR)",
 }
@@ -158,8 +170,17 @@ def build(found: Audit, other: Audit | None, place: Path, out: Path | None, pict
         "headline": headline(found),
         "revealed": sum(each.found for each in found.findings),
         "families": [
-            {"title": title, "findings": _family(found, other, family)}
-            for family, title in FAMILIES.items()
+            {
+                "title": title,
+                "who": who,
+                "findings": _family(found, other, family),
+                "how": {
+                    TITLES[each.attack.name]: each.attack.how
+                    for each in found.findings
+                    if each.attack.family == family
+                },
+            }
+            for family, (title, who) in FAMILIES.items()
             if any(each.attack.family == family for each in found.findings)
         ],
         "not_tried": found.not_tried,
