@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: install demo test test-slow test-all lint docs clean
+.PHONY: install demo test test-slow test-all lint docs supply requirements sbom vulnerabilities clean
 
 install: $(STAMP)
 
@@ -35,6 +35,24 @@ lint: install
 docs: install
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .[docs]
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+supply: install # the tools of the three targets below
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .[supply]
+
+requirements: supply # requirements.txt: what a site installs, with hashes, without torch (see requirements.in)
+	echo "torch; sys_platform == 'never'" > $(VENV)/without-torch.txt
+	$(BIN)/uv pip compile -q --generate-hashes --no-header --no-annotate --python-version 3.11.5 \
+		--override $(VENV)/without-torch.txt -c constraints.txt \
+		--extra flower --extra medical --extra onnx --extra tsne \
+		-o requirements.txt pyproject.toml requirements.in
+
+sbom: supply # a software bill of materials of the installed environment, in CycloneDX's format
+	mkdir -p dist
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
+		-o dist/sbom.cdx.json $(BIN)/python
+
+vulnerabilities: supply # known ones of what requirements.txt pins; needs a network
+	$(BIN)/pip-audit --require-hashes --disable-pip -r requirements.txt
 
 clean:
 	rm -rf $(VENV)

@@ -58,6 +58,10 @@ class Mutant:
 
 
 LOSSES = "tests/nn/test_losses.py"
+ATTACKS = "tests/audit/test_attacks.py"
+REPLAYED = "tests/audit/test_audit.py -k replay"
+AUDITED = "tests/audit/test_audit.py -k shell"
+PACKAGE = "tests/deploy/test_package.py"
 FCL = "tests/methods/test_fcl.py"
 FEDCA = "tests/methods/test_fedca.py"
 MFCL = "tests/methods/test_mfcl.py -k 'not test_settings'"
@@ -1990,6 +1994,102 @@ MUTANTS = [
         "next((words[name] for words in [] if name in words)",
         PAGE,
         "no metric is explained",
+    ),
+    Mutant(
+        "audit-ties",
+        "audit/measures.py",
+        "allowed = ends & (alarms",
+        "allowed = (alarms",
+        ATTACKS,
+        "equal scores are cut in the middle, members first",
+    ),
+    Mutant(
+        "audit-matched",
+        "audit/measures.py",
+        "        kinds = images.labels[rows]\n",
+        "        pass\n",
+        ATTACKS,
+        "classes are told apart instead of members",
+    ),
+    Mutant(
+        "audit-control",
+        "audit/measures.py",
+        "    elif gain.least <= 0:\n",
+        "    elif False:\n",
+        ATTACKS,
+        "what the images alone tell is held against the run",
+    ),
+    Mutant(
+        "audit-halves",
+        "audit/membership.py",
+        "side[own != half]",
+        "side[own == half]",
+        ATTACKS,
+        "an attack is tried on the images that it learnt from",
+    ),
+    Mutant(
+        "audit-decoys",
+        "audit/measures.py",
+        "alike(images, decoys).amax(dim=1)",
+        "alike(images, decoys).amin(dim=1)",
+        ATTACKS,
+        "the least like decoy counts",
+    ),
+    Mutant(
+        "audit-linking",
+        "audit/sharing.py",
+        "@ known.T).amax(dim=1)",
+        "@ known.T).mean(dim=1)",
+        ATTACKS,
+        "an image is compared with all rows at once",
+    ),
+    Mutant(
+        "audit-gradient",
+        "audit/gradients.py",
+        "guess.grad = slope.sign()",
+        "guess.grad = -slope.sign()",
+        ATTACKS,
+        "the inversion goes uphill",
+    ),
+    Mutant(
+        "audit-pairs",
+        "audit/gradients.py",
+        "    return guesses[torch.as_tensor(columns)",
+        "    return guesses[torch.as_tensor(rows)",
+        ATTACKS,
+        "guesses are not put in order",
+    ),
+    Mutant(
+        "audit-proof",
+        "audit/replay.py",
+        "!= record.summary.weights_sha256",
+        "is None",
+        REPLAYED,
+        "another run's end passes for this one's",
+    ),
+    Mutant(
+        "audit-client",
+        "audit/replay.py",
+        "if exchange == target and report.client == client:",
+        "if exchange == target:",
+        REPLAYED,
+        "somebody else's upload is attacked",
+    ),
+    Mutant(
+        "audit-pictures",
+        "reports/templates/audit.html.jinja",
+        "{% if pictures and one.pictures %}",
+        "{% if one.pictures %}",
+        AUDITED,
+        "the page holds images that nobody asked for",
+    ),
+    Mutant(
+        "package-expected",
+        "deploy/package.py",
+        "if expected.lower() != found:",
+        "if False:",
+        PACKAGE,
+        "a node takes any package",
     ),
 ]
 

@@ -17,7 +17,7 @@ from furlong.errors import FurlongError, nearest
 
 COMMANDS = (
     *("run", "resume", "demo", "evaluate", "partition", "methods", "papers", "cost", "compare"),
-    *("table", "report", "check", "export", "embed", "neighbours"),
+    *("table", "report", "check", "export", "embed", "neighbours", "audit"),
     *("certs", "superlink", "node", "flower-app"),
 )
 """Each is a function in the module of its name."""
@@ -27,7 +27,7 @@ def application(chosen: str | None = None) -> App:
     """All commands; ``chosen`` explains itself, of the others only the first line is known."""
     app = App(
         name="furlong",
-        version=furlong.__version__,
+        version=_version,
         suppress_keyboard_interrupt=False,  # main says how to go on
         help="Learn one image encoder from many parties that cannot share their images.",
     )
@@ -36,6 +36,13 @@ def application(chosen: str | None = None) -> App:
         about = None if name == chosen else _first_line(word)
         app.command(f"furlong.cli.{word}:{word}", name=name, help=about)
     return app
+
+
+def _version() -> str:
+    """The version, and the digest that 'furlong node --expect-package' takes."""
+    from furlong.deploy.package import package_digest
+
+    return f"{furlong.__version__}\npackage {package_digest()}"
 
 
 def _first_line(word: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.table import Table
 
+import furlong
 from furlong.cli.common import console, say, warn
 from furlong.errors import FurlongError
 
@@ -34,6 +35,7 @@ def node(
     identity: Path | None = None,
     patience: float = 75.0,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
+    expect_package: str | None = None,
 ) -> None:
     """Take part in a federation with the images of this machine, until Ctrl-C.
 
@@ -79,11 +81,17 @@ def node(
         one that died, and a key may be registered late.
     dry_run
         Read the images, show what would leave this site in a run of --agree, and end.
+    expect_package
+        Refuse to start unless the installed furlong has this digest: sha256: and 64 digits, as
+        'furlong --version' prints them where the package was checked.
     """
     from furlong.deploy import processes
     from furlong.deploy.node import OwnImages, Site, identity_at
+    from furlong.deploy.package import package_digest, require_package
     from furlong.runs import config
 
+    if expect_package is not None:
+        require_package(expect_package)
     if (data is None) == (part is None):
         raise FurlongError("say which images: --data folder:PATH (or --part K, for experiments).")
     known = name or (certs.absolute().name if certs is not None else None)
@@ -110,6 +118,7 @@ def node(
         return
     if superlink is None or insecure == (certs is not None):
         raise FurlongError("say --superlink HOST:PORT and --certs FOLDER-OF-THIS-SITE.")
+    say(f"this node runs furlong {furlong.__version__}, package {package_digest()}")
     if agree is None:
         say("without --agree this node takes part in any run that the server begins")
     if certs is None:

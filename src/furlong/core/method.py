@@ -25,11 +25,11 @@ A method that averages one number per client (see ``examples/new_method.py`` for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from furlong.core.context import Batch, ClientContext, Exchange, ServerContext, Setup
 from furlong.core.payload import payload
@@ -60,6 +60,16 @@ class Report(Generic[U]):
     examples: int
     upload: U
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Features of single images inside an upload, and what whoever gets them has beside them."""
+
+    rows: Tensor  # N×…, as they were sent
+    sent: Callable[[Tensor], Tensor]  # views B×C×S×S to such rows, as the client makes them
+    plain: Callable[[Tensor], Tensor]  # the same without what is to hide the images
+    decoder: Callable[[Tensor], Tensor] | None = None  # rows to images in [0, 1], if there is one
 
 
 Reports: TypeAlias = Iterable[Report[U]]
@@ -158,6 +168,13 @@ class Method(ABC, Generic[S, C, D, U]):
 
     def local_encoder(self, upload: U, ctx: ServerContext) -> nn.Module | None:  # noqa: ARG002
         """The encoder inside one client's upload, if there is one; for measuring."""
+        return None
+
+    def shared(self, server: S, upload: U, ctx: ServerContext) -> Shared | None:  # noqa: ARG002
+        """The features of single images in one client's upload, if there are any; for measuring.
+
+        ``server``: the state that the client got its download from.
+        """
         return None
 
     def explain(self, server: S, batch: Batch, ctx: ServerContext) -> dict[str, float]:  # noqa: ARG002

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
 from furlong.core.context import Batch, ClientContext, Context, ServerContext
-from furlong.core.method import USUAL, Local, Method, Reports
+from furlong.core.method import USUAL, Local, Method, Reports, Shared
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
 from furlong.errors import FurlongError, require
@@ -33,7 +33,7 @@ from furlong.methods.bank import blank_bank, enqueue_each, fill, purities, share
 from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL
 from furlong.methods.fedmoco import Nets
 from furlong.methods.instahide import check_limits, encode
-from furlong.methods.networks import Projecting, backbone, named_head
+from furlong.methods.networks import Projecting, backbone, filled, named_head
 from furlong.nn.encoders import untracked
 from furlong.nn.losses import info_nce, neighbourhood_matching
 from furlong.settings import setting
@@ -291,6 +291,24 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
     def local_encoder(self, upload: Up, ctx: ServerContext) -> nn.Module | None:
         """What would be the global encoder if this client were the only one."""
         return None if self.bn_stats == "local" else backbone(upload.query, ctx)
+
+    def shared(self, server: Server, upload: Up, ctx: ServerContext) -> Shared | None:
+        """Keys: of encoded images, or with encoding none of the images themselves."""
+        if upload.features is None:
+            return None
+        net = filled(self.network(ctx), upload.key)
+        keys_of = partial(self.keys, net, server.public, ctx)
+
+        def sent(x: Tensor) -> Tensor:
+            net.train()  # BatchNorm by the batch, as in a client's epochs
+            with untracked(net):
+                return keys_of(x)[-1]
+
+        def plain(x: Tensor) -> Tensor:
+            net.eval()
+            return keys_of(x)[0]
+
+        return Shared(upload.features, sent, plain)
 
     def explain(self, server: Server, batch: Batch, ctx: ServerContext) -> dict[str, float]:
         """The part of a query's N nearest keys that are of its class; by chance 1/classes."""

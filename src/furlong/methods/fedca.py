@@ -29,14 +29,14 @@ from torch import Tensor, nn
 
 from furlong.core.aggregation import Combiner
 from furlong.core.context import ClientContext, Context, ServerContext, Setup
-from furlong.core.method import USUAL, Local, Method, Reports
+from furlong.core.method import USUAL, Local, Method, Reports, Shared
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
 from furlong.methods.alignment import Alignment, distance, outline, targets, train_alignment
 from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Model
 from furlong.methods.dictionary import drawn, joined, projections, share, short_rounds
 from furlong.methods.fedsimclr import FedSimCLR
-from furlong.methods.networks import Projecting, backbone, named_head
+from furlong.methods.networks import Projecting, backbone, filled, named_head
 from furlong.nn.losses import dictionary_mass, dictionary_nce
 from furlong.nn.peernorm import peers
 from furlong.settings import setting
@@ -287,3 +287,15 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
     def local_encoder(self, upload: Up, ctx: ServerContext) -> nn.Module | None:
         """The client's backbone."""
         return None if self.bn_stats == "local" else backbone(upload.weights, ctx)
+
+    def shared(self, server: Server, upload: Up, ctx: ServerContext) -> Shared | None:  # noqa: ARG002
+        """Rows of the dictionary; those of ensembles are means over rounds, here of the last."""
+        if not len(upload.rows):
+            return None
+        net = filled(self.network(ctx), upload.weights)
+
+        def make(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return F.normalize(net(x), dim=1)
+
+        return Shared(upload.rows, make, make)

@@ -31,7 +31,7 @@ from furlong.core.context import (
     Setup,
     Shard,
 )
-from furlong.core.method import USUAL, Local, Method, Reports
+from furlong.core.method import USUAL, Local, Method, Reports, Shared
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import prefixed, snapshot
 from furlong.data.augment import unit
@@ -353,6 +353,24 @@ class MFCL(Method[Server, None, Model, Upload]):
         names = encoder.state_dict().keys()
         rest = {name: w for name, w in server.discriminator.items() if name in names}
         return filled(encoder, sensor | rest)
+
+    def shared(self, server: Server, upload: Upload, ctx: ServerContext) -> Shared | None:
+        """Representations, and the decoder that was trained to turn them back into images."""
+        if not isinstance(upload, Codes):
+            return None
+        sensor = filled(self.sensor(ctx), server.sensor)
+
+        @torch.no_grad()
+        def encode(x: Tensor) -> Tensor:
+            codes: Tensor = sensor.get_submodule("encoder")(x)
+            return codes
+
+        @torch.no_grad()
+        def decode(codes: Tensor) -> Tensor:
+            logits: Tensor = sensor.get_submodule("decoder")(codes)
+            return logits.sigmoid()
+
+        return Shared(upload.pairs.flatten(0, 1), encode, encode, decode)
 
     def explain(self, server: Server, batch: Batch, ctx: ServerContext) -> dict[str, float]:
         """The share of pairs that group means give away: views encoded together, and apart."""

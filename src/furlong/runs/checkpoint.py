@@ -92,13 +92,18 @@ def oldest(run: Path) -> int:
     return int(found[0].name) if len(found) >= KEEP else 0
 
 
-def load(run: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or ``None`` if there is none at all."""
+def load(run: Path, most: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint that is whole, or ``None`` if there is none at all.
+
+    ``most``: of those after at most so many exchanges.
+    """
     folder = run / _FOLDER
     notes: list[str] = []
     for draft in folder.glob(".draft-*"):  # the writer was killed
         shutil.rmtree(draft, ignore_errors=True)
     for path in reversed(_kept(run)):
+        if most is not None and int(path.name) > most:
+            continue
         try:
             return _read(path, notes)
         except _DAMAGE as error:

@@ -4,8 +4,9 @@ config.toml · partition.json · initial.json (what ``--init`` gave) · random.s
 before training) · metrics.jsonl (a line per exchange) · checkpoints/ · server/ (while it runs) ·
 tensorboard/ · summary.json · encoder.safetensors + encoder.json · adapter.safetensors (A and B, of
 which the encoder has the sum with its weights) · map.json (representations in the plane) ·
-evaluations.json (what ``furlong evaluate`` measured) · report.html · federation.json, nodes/,
-flower.log (on Flower). ``runs.record`` reads it.
+evaluations.json (what ``furlong evaluate`` measured) · audit.json, audit.html (what ``furlong
+audit`` found) · report.html · federation.json, nodes/, flower.log (on Flower). ``runs.record``
+reads it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from furlong.core.context import Batch, ClientContext, Context, Exchange, ServerContext, Setup
-from furlong.core.method import AnyMethod, Local, Method
+from furlong.core.method import AnyMethod, Local, Method, Shared
 
 S = TypeVar("S")
 X = TypeVar("X", bound=Context)
@@ -89,6 +89,11 @@ class Wrapping(Method[S, Any, Any, Any]):
     def local_encoder(self, upload: Any, ctx: ServerContext) -> nn.Module | None:
         """As the method does."""
         return self.inner.local_encoder(upload, ctx)
+
+    def shared(self, server: S, upload: Any, ctx: ServerContext) -> Shared | None:
+        """As the method does, for the first client if there is a server for each."""
+        first = min(ctx.setup.sizes)
+        return self.inner.shared(self.state_of(server, first), upload, self.seen_by(ctx, first))
 
     def explain(self, server: S, batch: Batch, ctx: ServerContext) -> dict[str, float]:
         """The method's, for the first client if there is one for each."""
