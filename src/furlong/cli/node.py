@@ -32,6 +32,7 @@ def node(
     trust_server: Annotated[bool, Parameter(negative=())] = False,
     insecure: Annotated[bool, Parameter(negative=())] = False,
     patience: float = 75.0,
+    stall: float = 300.0,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Take part in a federation with the images of this machine, until Ctrl-C.
@@ -72,6 +73,9 @@ def node(
     patience
         Seconds to try again for when the server refuses this node: so long it holds the place of
         one that died, and a key may be registered late.
+    stall
+        Seconds that a question may take to arrive whole; then the SuperNode is started again.
+        More for a link that is slower than 2 Mbit/s.
     dry_run
         Read the images, show what would leave this site in a run of --agree, and end.
     """
@@ -106,7 +110,7 @@ def node(
     from furlong.deploy.supernode import keep_node
 
     try:
-        keep_node(site, superlink, certs, patience)
+        keep_node(site, superlink, certs, patience, stall)
     except KeyboardInterrupt:
         say("ended")
         sys.exit(130)

@@ -103,6 +103,7 @@ class Session:
             deadline=settings.run.deadline or DAY,
             wait=settings.flower.wait,
             need=max(1, settings.train.min_clients),
+            whole=settings.train.min_clients == 0,
             slice_bytes=settings.flower.slice_mb << 20,
             encoding=settings.flower.encoding,
             given=given,
