@@ -34,27 +34,27 @@ class HalfAQuestion:
     def __init__(self, ttl: float) -> None:
         self.ttl, self.ended = ttl, 0
 
-    def AcquireTask(self, _: Any) -> Any:  # noqa: N802
+    def AcquireTask(self, _: Any) -> Any:
         return SimpleNamespace(token="t", HasField=lambda _: True)
 
-    def PullTaskInput(self, _: Any) -> Any:  # noqa: N802
+    def PullTaskInput(self, _: Any) -> Any:
         return PullTaskInputResponse(context=Context(node_id=1, run_id=2))
 
-    def PullMessages(self, _: Any) -> Any:  # noqa: N802
+    def PullMessages(self, _: Any) -> Any:
         message = Message(metadata=Metadata(ttl=self.ttl))
         tree = ObjectTree(object_id="a" * 64)
         return PullAppMessagesResponse(messages_list=[message], message_object_trees=[tree])
 
-    def PullObject(self, _: Any) -> Any:  # noqa: N802
+    def PullObject(self, _: Any) -> Any:
         return PullObjectResponse(object_found=True, object_available=False)
 
-    def ConfirmMessageReceived(self, _: Any) -> None:  # noqa: N802
+    def ConfirmMessageReceived(self, _: Any) -> None:
         raise AssertionError("nothing has been received")
 
-    def PushTaskOutput(self, _: Any) -> None:  # noqa: N802
+    def PushTaskOutput(self, _: Any) -> None:
         self.ended += 1
 
-    def SendTaskHeartbeat(self, _: Any) -> Any:  # noqa: N802
+    def SendTaskHeartbeat(self, _: Any) -> Any:
         return SimpleNamespace(success=True)
 
     def close(self) -> None:

@@ -265,7 +265,7 @@ class _Bounded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def PullMessages(self, request: Any) -> Any:  # noqa: N802
+    def PullMessages(self, request: Any) -> Any:
         """The question without its parts; it says how long it is of use."""
         found = self._client.PullMessages(request)
         # its length and not its end, which is by the clock of another machine
@@ -273,7 +273,7 @@ class _Bounded:
             self._until = min(self._until, time.monotonic() + message.metadata.ttl)
         return found
 
-    def PullObject(self, request: Any) -> Any:  # noqa: N802
+    def PullObject(self, request: Any) -> Any:
         """A part of the question, if it has come."""
         if time.monotonic() > self._until:
             raise Stuck("a question did not arrive whole: the SuperLink may have been restarted")

@@ -102,7 +102,8 @@ class Directory:
         greeted, now = {*self._known, *self._asked.values()}, time.monotonic()
         for node in self._connected:
             if node not in greeted and now >= self._later.get(node, now):
-                self._asked[self.wire.send(node, {**self.hello, "kind": "hello"}, b"", GREETING)] = node
+                greeting = {**self.hello, "kind": "hello"}
+                self._asked[self.wire.send(node, greeting, b"", GREETING)] = node
         for reply in self.wire.receive(list(self._asked)) if self._asked else ():
             node = self._asked.pop(reply.ticket)
             if reply.error:
