@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,10 +263,8 @@ def guided(name: str, seconds: int, seed: int) -> None:
                     setattr(module, key, atheris.instrument_func(value))
 
         def once(data: bytes) -> None:
-            try:
+            with suppress(*ALLOWED):
                 reader.read(data)
-            except ALLOWED:
-                pass
 
         longest = 4 * max(map(len, reader.samples)) + 4096
         options = [f"-max_total_time={seconds}", f"-seed={seed}", f"-max_len={longest}"]
