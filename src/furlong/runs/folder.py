@@ -89,7 +89,7 @@ class RunFolder:
     def _write(self, name: str, data: bytes) -> None:
         """Write a file; of what the run depends on the digest, first, so that none is ever old."""
         if name in SEALED or name.endswith(".safetensors"):
-            known = {**(self.record.read(DIGESTS) or {}), name: hashlib.sha256(data).hexdigest()}
+            known = {**self.record.digests(), name: hashlib.sha256(data).hexdigest()}
             write_file(self.path / DIGESTS, (json.dumps(known, indent=1) + "\n").encode())
         write_file(self.path / name, data)
 

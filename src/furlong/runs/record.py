@@ -255,12 +255,16 @@ class RunRecord:
 
     # ------------------------------------------------------------ what must not change
 
-    def verify(self, name: str) -> None:
-        """Refuse a file that is not as furlong wrote it; runs of before digests.json have none."""
-        known = self.read(DIGESTS) or {}
-        if not isinstance(known, dict):
+    def digests(self) -> dict[str, str]:
+        """SHA-256 by file; runs of an older furlong have none."""
+        known = self.read(DIGESTS)
+        if not isinstance(known, dict | None):
             raise damaged(self.path / DIGESTS, "it is damaged")
-        digest, path = known.get(name), self.path / name
+        return known or {}
+
+    def verify(self, name: str) -> None:
+        """Refuse a file that is not as furlong wrote it."""
+        digest, path = self.digests().get(name), self.path / name
         if digest is None or not path.exists():
             return
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
