@@ -41,6 +41,7 @@ from furlong.engines.codec import decode  # noqa: E402
 from furlong.runs import loop  # noqa: E402
 from furlong.runs.record import RunRecord  # noqa: E402
 
+GROUPS = ("kills", "federations", "limits", "input")
 KINDS = ("slow", "lying", "replaying", "poisoned")  # of bad nodes
 METHODS = ("fedsimclr", "fedema", "fcl")  # without state, with a client's state, with features
 SHORT = {  # a run of a second: the faults matter, not what is learnt
@@ -439,44 +440,47 @@ def _strike(federation: Any, victim: str, run: subprocess.Popen[bytes], name: st
 # ---------------------------------------------------------------- the table
 
 
-def campaign(scale: float, seed: int, say: Callable[[str], None] = print) -> Iterator[Row]:
-    """All faults on this machine, ``scale`` times as often as usual."""
+def campaign(
+    scale: float, seed: int, only: str = "", say: Callable[[str], None] = print
+) -> Iterator[Row]:
+    """The faults on this machine whose group ``only`` is, ``scale`` times as often as usual."""
     torch.set_num_threads(1)
 
     def times(number: int) -> int:
         return max(1, round(scale * number))
 
     with tempfile.TemporaryDirectory(prefix="furlong-chaos-") as name:
-        runs, chance = Runs(Path(name), seed), random.Random(seed)
-        f = Federations(Path(name), chance)
-        mega = 1 << 20
-        steps: list[Callable[[], Row]] = [
-            lambda: kills_at_files(runs, times(100)),
-            lambda: kills_at_times(runs, times(60)),
-            lambda: killed_servers(f, times(40)),
-            lambda: restarted_nodes(f, times(5)),
-            lambda: killed_workers(runs, times(12)),
-            lambda: starved(
-                runs, times(20), "disk full",
-                lambda out: children.full_disk(chance.randint(1, 30), out),
-            ),
-            lambda: starved(
-                runs, times(10), "few file descriptors",
-                lambda _: children.few_descriptors(chance.randint(12, 64)),
-            ),
-            lambda: starved(
-                runs, times(10), "little memory",
-                lambda _: children.little_memory(chance.randint(1, 200) * mega),
-            ),
-            lambda: wrong_clocks(runs, times(5)),
-            *(partial(bad_nodes, f, times(6), kind) for kind in KINDS),
+        chance = random.Random(seed)
+        runs, f = Runs(Path(name), seed), Federations(Path(name), chance)
+
+        def starve(count: int, what: str, fault: Callable[[Path], Callable[[], None]]) -> Row:
+            return starved(runs, times(count), what, fault)
+
+        steps: list[tuple[str, Callable[[], Row]]] = [
+            ("kills", lambda: kills_at_files(runs, times(100))),
+            ("kills", lambda: kills_at_times(runs, times(60))),
+            ("kills", lambda: killed_workers(runs, times(12))),
+            ("federations", lambda: killed_servers(f, times(40))),
+            ("federations", lambda: restarted_nodes(f, times(5))),
+            *(("federations", partial(bad_nodes, f, times(6), kind)) for kind in KINDS),
+            ("limits", lambda: starve(
+                12, "disk full", lambda out: children.full_disk(chance.randint(1, 30), out))),
+            ("limits", lambda: starve(
+                8, "12 to 64 file descriptors",
+                lambda _: children.few_descriptors(chance.randint(12, 64)))),
+            ("limits", lambda: starve(
+                8, "little memory",
+                lambda _: children.little_memory(chance.randint(1, 200) << 20))),
+            ("limits", lambda: wrong_clocks(runs, times(5))),
         ]  # fmt: skip
-        for step in steps:
-            began = time.monotonic()
-            row = step()
-            say(f"{row.fault}: {row.survived} of {row.tries}, {time.monotonic() - began:.0f} s")
-            yield row
-        yield from fuzzed(Path(name) / "fuzz", times(200), seed, say)
+        for group, step in steps:
+            if only in ("", group):
+                began = time.monotonic()
+                row = step()
+                say(f"{row.fault}: {row.survived} of {row.tries}, {time.monotonic() - began:.0f} s")
+                yield row
+        if only in ("", "input"):
+            yield from fuzzed(Path(name) / "fuzz", times(200), seed, say)
 
 
 def fuzzed(folder: Path, tries: int, seed: int, say: Callable[[str], None]) -> Iterator[Row]:
@@ -510,6 +514,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="how often, 1: about 200 kills")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", choices=["", *GROUPS], help="one group of faults")
     parser.add_argument("--federation", type=int, default=0, help="kills among real processes")
     parser.add_argument("--fuzz", help="one reader, guided by coverage (atheris)")
     parser.add_argument("--seconds", type=int, default=60, help="of --fuzz")
@@ -518,7 +523,7 @@ def main() -> int:
         fuzzing.guided(given.fuzz, given.seconds, given.seed)
     before, began = os.getloadavg(), time.time()
     say = partial(print, flush=True)
-    rows = list(campaign(given.scale, given.seed, say)) if given.scale else []
+    rows = list(campaign(given.scale, given.seed, given.only, say)) if given.scale else []
     rows += real_federation(given.federation, given.seed) if given.federation else []
     for row in rows:
         for note in [] if row.good else row.notes[:5]:

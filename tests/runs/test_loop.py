@@ -357,7 +357,7 @@ def test_damaged_and_missing_encoders_are_named(finished: Any, tmp_path: Path) -
         (tmp_path / "encoder.json").write_text(json.dumps(about | wrong))
         with pytest.raises(FurlongError, match="are possible"):
             load_encoder(tmp_path)
-    (tmp_path / "encoder.json").write_text(json.dumps(about))
+    (tmp_path / "encoder.json").write_bytes((run.folder / "encoder.json").read_bytes())
     (tmp_path / "digests.json").write_bytes((run.folder / "digests.json").read_bytes())
     flipped = bytearray(whole)
     flipped[-1] ^= 1  # a weight of the same size
