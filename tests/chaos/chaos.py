@@ -91,7 +91,8 @@ class Runs:
         self.folder, self.chance, self._whole = folder, random.Random(seed), {}
         self._number = 0
         # once here: children then find every module loaded
-        furlong.run_config(tiny("fedsimclr", **SHORT, out=str(self.place())))
+        first = furlong.run_config(tiny("fedsimclr", **SHORT, out=str(self.place())))
+        self._bits = {"fedsimclr": str(first.summary["weights_sha256"])}
 
     def config(self, method: str, **options: Any) -> Path:
         """A configuration file."""
@@ -116,6 +117,10 @@ class Runs:
             shutil.rmtree(out)
         return self._whole[method]
 
+    def bits(self, method: str) -> str:
+        """Those of a run without a fault."""
+        return self._bits.get(method) or self.whole(method)[0]
+
     def words(self, method: str, out: Path) -> list[str]:
         """The command that begins the run in ``out``, or goes on with it."""
         if (out / "config.toml").exists():
@@ -128,7 +133,7 @@ class Runs:
         ended = children.child(self.words(method, out), log)
         found, page = children.bits(out), (out / "report.html").exists()
         left = list(out.rglob("*.draft")) + list(out.glob("server"))
-        same = found == self.whole(method)[0] and not left
+        same = found == self.bits(method) and not left
         shutil.rmtree(out, ignore_errors=True)
         return ended.code == 0 and found is not None and page, same, ended.said[-300:]
 
@@ -216,7 +221,7 @@ def wrong_clocks(runs: Runs, tries: int) -> Row:
         words = ["run", str(runs.config(method)), "--out", str(out)]
         fault = children.jumping_clock(runs.chance.randrange(2**31))
         ended = children.child(words, runs.folder / "log", fault)
-        same = children.bits(out) == runs.whole(method)[0]
+        same = children.bits(out) == runs.bits(method)
         row.count(ended.code == 0, same, note=ended.said[-300:])
         shutil.rmtree(out, ignore_errors=True)
     return row
@@ -374,10 +379,11 @@ def bad_nodes(f: Federations, tries: int, kind: str) -> Row:
 # ---------------------------------------------------------------- real processes
 
 
-def real_federation(tries: int, seed: int) -> Iterator[Row]:
+def processes(tries: int, seed: int) -> Iterator[Row]:
     """SuperLink, nodes and server as processes that are killed at random moments."""
-    from real_federation import Federation, bits, in_process
+    import real_federation as real
 
+    real.PATIENCE = children.PATIENCE
     chance = random.Random(seed)
     rows = {
         "superlink": Row("SuperLink killed (processes)", "nodes come back, resume: same bits"),
@@ -385,12 +391,12 @@ def real_federation(tries: int, seed: int) -> Iterator[Row]:
         "node": Row("node killed (processes)", "the round goes on, it comes back"),
     }
     folder = Path(tempfile.mkdtemp(prefix="furlong-chaos-"))
-    federation = Federation(folder, stall=20)
+    federation = real.Federation(folder, stall=20)
     options = {"rounds": 3, "optimiser.persist": True}
     try:
         for k in range(3):
             federation.node(k)
-        whole = in_process(folder / "whole", "fedema", **options)
+        whole = real.in_process(folder / "whole", "fedema", **options)
         for number in range(tries):
             victim, name = list(rows)[number % 3], f"run{number}"
             more = {"run.deadline": 60.0} if victim == "node" else {}
@@ -401,7 +407,7 @@ def real_federation(tries: int, seed: int) -> Iterator[Row]:
             ended = run.poll() is not None
             try:
                 _strike(federation, victim, run, name)
-                survived, same = True, bits(folder / name) == whole
+                survived, same = True, real.bits(folder / name) == whole
                 note = ""
             except AssertionError as error:
                 survived, same, note = False, False, str(error)[-800:]
@@ -524,7 +530,7 @@ def main() -> int:
     before, began = os.getloadavg(), time.time()
     say = partial(print, flush=True)
     rows = list(campaign(given.scale, given.seed, given.only, say)) if given.scale else []
-    rows += real_federation(given.federation, given.seed) if given.federation else []
+    rows += processes(given.federation, given.seed) if given.federation else []
     for row in rows:
         for note in [] if row.good else row.notes[:5]:
             say(f"\n{row.fault}: {note}")

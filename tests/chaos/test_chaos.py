@@ -22,13 +22,22 @@ def good(row: chaos.Row) -> None:
     assert row.good, row
 
 
-def test_a_few_kills(runs: chaos.Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos, "METHODS", ("fedema",))
-    good(chaos.kills_at_files(runs, 2))
+@pytest.mark.parametrize("number", [60, 170])
+def test_a_kill(runs: chaos.Runs, number: int) -> None:
+    """At a file operation of the first round, and of the last."""
+    out, note = runs.place(), runs.folder / "where"
+    note.unlink(missing_ok=True)
+    fault = children.killed_at(number, note)
+    children.child(runs.words("fedsimclr", out), runs.folder / "log", fault)
+    assert note.exists()
+    over, same, said = runs.go_on("fedsimclr", out)
+    assert over, said
+    assert same
 
 
 @pytest.mark.slow
 def test_more_kills_and_limits(runs: chaos.Runs) -> None:
+    good(chaos.kills_at_files(runs, 2))
     good(chaos.kills_at_times(runs, 2))
     good(chaos.killed_workers(runs, 1))
     good(chaos.wrong_clocks(runs, 1))
