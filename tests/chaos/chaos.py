@@ -152,6 +152,7 @@ def killed(
         for hit, where in met:
             if hit:
                 row.count(over, same, not over, f"{method}, {where}: {said}")
+        print(f"  {row.fault}: {row.tries} of {tries}, same bits {row.same}", flush=True)
 
 
 def kills_at_files(runs: Runs, tries: int) -> Row:
@@ -403,7 +404,9 @@ def processes(tries: int, seed: int) -> Iterator[Row]:
             config = federation.config(name, "fedema", **options, **more)
             run = federation.start(name, "run", config, "--out", name)
             federation.wait(lambda name=name: (folder / name / "config.toml").exists(), "a start")
-            time.sleep(chance.uniform(0.0, 6.0))
+            if chance.random() < 0.7:  # in the middle of work, of which sending is a part
+                _work_begins(federation, run, chance.randint(1, 3))
+            time.sleep(chance.uniform(0.0, 3.0))
             ended = run.poll() is not None
             try:
                 _strike(federation, victim, run, name)
@@ -419,6 +422,15 @@ def processes(tries: int, seed: int) -> Iterator[Row]:
         federation.end()
         shutil.rmtree(folder, ignore_errors=True)
     yield from (row for row in rows.values() if row.tries)
+
+
+def _work_begins(federation: Any, run: subprocess.Popen[bytes], pieces: int) -> None:
+    """Wait until node 0 has received so many questions, or the run has ended."""
+    wanted = federation.log("node0").count("received") + pieces
+    federation.wait(
+        lambda: run.poll() is not None or federation.log("node0").count("received") >= wanted,
+        "work at node 0",
+    )
 
 
 def _strike(federation: Any, victim: str, run: subprocess.Popen[bytes], name: str) -> None:
