@@ -27,7 +27,20 @@ def require(holds: bool, name: str, value: object, rule: str, section: str = "me
         raise FurlongError(f"{section}.{name} is {value}; it must be {rule}")
 
 
-_TOO_LARGE = ("can't allocate memory", "out of memory", "size calculation overflowed")
+_TOO_LARGE = (
+    "can't allocate memory",
+    "out of memory",
+    "size calculation overflowed",
+    "could not create a primitive",  # oneDNN, which cannot say more
+    "std::bad_alloc",
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory was too small; torch has no type for this on a CPU."""
+    if isinstance(error, RuntimeError):
+        return any(sign in str(error) for sign in _TOO_LARGE)
+    return isinstance(error, MemoryError)
 
 
 @contextmanager
@@ -35,8 +48,8 @@ def fitting(what: str) -> Iterator[None]:
     """Name ``what`` is made inside if it does not fit in memory."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch has no type for this on a CPU
-        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _TOO_LARGE):
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
             raise
         raise FurlongError(f"{what} does not fit in memory: choose smaller settings") from None
 

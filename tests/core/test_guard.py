@@ -59,6 +59,9 @@ BAD = {
     "huge metric": replace(GOOD, metrics={"loss": 10**400}),
     "metric with a strange name": replace(GOOD, metrics={"\ud800": 1.0}),
     "tensor as client": replace(GOOD, client=torch.tensor([1, 2])),
+    "metric that spoils every mean": replace(GOOD, metrics={"loss": -1e300}),
+    "negative number of images": replace(GOOD, metrics={"images": -5.0}),
+    "more images than time": replace(GOOD, metrics={"images": 1e11}),
     "metric flood": replace(GOOD, metrics={str(i): 1.0 for i in range(1000)}),
     "no report": "hello",
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ import furlong
 from furlong.core.payload import pack_tensors, unpack
 from furlong.core.weights import snapshot
 from furlong.deploy.node import Site
+from furlong.deploy.session import Session
 from furlong.errors import FurlongError
 from furlong.nn.encoders import build_encoder
 from furlong.runs import loop
@@ -148,6 +151,28 @@ def test_server_killed_at_any_message_goes_on_with_the_same_bits(
 
 
 # ---------------------------------------------------------------- nodes that fail
+
+
+def test_a_resumed_run_does_not_silently_lack_a_node(tmp_path: Path) -> None:
+    """A node that answered before and is away now: the bits would be others, so it is an error."""
+    wire, asked = Direct(parts(tmp_path)), count()
+
+    def kill(_: int, header: dict[str, Any]) -> None:
+        if header["kind"] == "work" and next(asked) == 4:  # in the second round
+            raise Killed
+
+    wire.before = kill
+    with pytest.raises(Killed):
+        train(flower(tmp_path, "fedema", **{"evaluate.probe": "none"}), wire)
+    there = Direct(parts(tmp_path))
+    there.away = {101}
+    engine, folder = partial(Session, wire=there), tmp_path / "run"
+    with pytest.raises(FurlongError, match=r"client 1 answered before .* --train\.min-clients"):
+        loop.resume(folder, {"flower.wait": 0.1}, engine=engine)
+    said: list[str] = []
+    given = {"flower.wait": 0.1, "train.min_clients": 2}
+    loop.resume(folder, given, say=said.append, engine=engine)
+    assert any("warning: client 1 answered before the interruption" in line for line in said)
 
 
 def test_a_node_that_is_away_and_comes_back(tmp_path: Path) -> None:

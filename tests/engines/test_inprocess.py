@@ -232,24 +232,33 @@ def gone(pid: int) -> bool:
     return False
 
 
+def enough(p: Any) -> float:
+    """A deadline that honest clients keep, however busy the machine is."""
+    began = time.monotonic()
+    with InProcess(p.method, p.federation, p.setup, 2) as transport:
+        p.server.step(transport, p.server.init(), p.server.exchanges()[0])
+    return round(1.5 + 4 * (time.monotonic() - began), 1)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_exchange_ends_by_its_deadline(prepared: Any, workers: int) -> None:
     """Without the client that hangs; with one worker also without those that wait behind it."""
     p = prepared("fedsimclr")
     method = faulty(p, how="hang")
     server = Server(method, p.setup)
+    deadline = enough(p)
     before = len(os.listdir("/proc/self/fd"))
-    with InProcess(method, p.federation, p.setup, workers, deadline=1.5) as transport:
+    with InProcess(method, p.federation, p.setup, workers, deadline=deadline) as transport:
         old = pids(transport)
         assert len(old) == workers
         results = list(server.run(transport, server.init()))
         new = pids(transport)
     missed = [1, 2] if workers == 1 else [1]
     for result in results:
-        assert result.seconds < 60
+        assert result.seconds < 60 + deadline
         assert sorted(result.metrics) == [c for c in (0, 1, 2) if c not in missed]
         assert [(f.client, f.kind) for f in result.failures] == [(c, "lost") for c in missed]
-        assert {f.reason for f in result.failures} == {"no answer within 1.5 s"}
+        assert {f.reason for f in result.failures} == {f"no answer within {deadline:g} s"}
     assert len(new) == workers
     assert not set(old) >= set(new)
     assert all(map(gone, (*old, *new)))
@@ -261,10 +270,11 @@ def test_who_answered_in_time_counts_even_if_nobody_looked(prepared: Any) -> Non
     p = prepared("fedsimclr")
     method = faulty(p, how="hang", whom=99)
     downloads = dict.fromkeys(p.federation.clients, p.server.init())
-    with InProcess(method, p.federation, p.setup, 3, deadline=1.5) as transport:
+    deadline = enough(p)
+    with InProcess(method, p.federation, p.setup, 3, deadline=deadline) as transport:
         replies = transport.exchange(p.server.exchanges()[0], downloads)
         found = [next(replies)]
-        time.sleep(1.6)
+        time.sleep(deadline + 0.1)
         found += replies
     assert [reply.client for _, reply in found] == [0, 1, 2]
     assert all(not hasattr(reply, "reason") for _, reply in found)

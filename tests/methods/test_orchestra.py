@@ -130,25 +130,6 @@ def test_orchestra_sends_what_the_specification_counts() -> None:
     assert 2 * first.params == down.params + 4 * 4 * 513  # one network less
 
 
-def test_centroids_that_are_no_unit_rows_are_left_out(prepared: Any) -> None:
-    """They go through no rule of the server; the client's networks do."""
-    p = prepared("orchestra")
-    server, told = p.server.init(), []
-    good = run_round(p.method, server, local_context(p, 1)).upload
-    bad = replace(good, centroids=good.centroids * 1.01)
-
-    def after(*uploads: Any) -> Any:
-        ctx = replace(p.server.context(p.server.exchanges()[1]), tell=told.append)
-        reports = [Report(k, 1, 24, upload, {}) for k, upload in enumerate(uploads)]
-        return p.method.aggregate(server, reports, ctx)
-
-    assert torch.equal(after(good, bad).centroids, after(good).centroids)
-    assert told == ["client 1 sent centroids that are no unit rows: left out"]
-    nobody = after(bad)
-    assert torch.equal(nobody.centroids, server.centroids)
-    assert pack(nobody.nets) == pack(good.nets)
-
-
 def test_a_stateful_client_keeps_target_and_memory(prepared: Any) -> None:
     p = prepared("orchestra", **{"method.stateful": True})
     start = p.server.init()

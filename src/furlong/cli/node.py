@@ -34,6 +34,7 @@ def node(
     insecure: Annotated[bool, Parameter(negative=())] = False,
     identity: Path | None = None,
     patience: float = 75.0,
+    stall: float = 300.0,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
     expect_package: str | None = None,
 ) -> None:
@@ -79,6 +80,9 @@ def node(
     patience
         Seconds to try again for when the server refuses this node: so long it holds the place of
         one that died, and a key may be registered late.
+    stall
+        Seconds that a question may take to arrive whole; then the SuperNode is started again.
+        More for a link that is slower than 2 Mbit/s.
     dry_run
         Read the images, show what would leave this site in a run of --agree, and end.
     expect_package
@@ -127,7 +131,7 @@ def node(
     from furlong.deploy.supernode import keep_node
 
     try:
-        keep_node(site, superlink, certs, patience)
+        keep_node(site, superlink, certs, patience, stall)
     except KeyboardInterrupt:
         say("ended")
         sys.exit(130)

@@ -74,6 +74,14 @@ class ServerSettings:
     max_norm: float = setting(
         0.0, "C of norm_bound, for parameters; 0: the median of the round's norms.", at_least=0
     )
+    outlier: float | None = setting(
+        None,
+        "Leave out an update that is this many times as large as the round's median (times more "
+        "for a client with more images than most); 0: only tell; none: 5 across machines, else 0.",
+        agree=False,
+        resume=True,
+        at_least=0,
+    )
     iterations: int = setting(100, "Most iterations of geometric_median.", at_least=1)
     tolerance: float = setting(
         1e-9,

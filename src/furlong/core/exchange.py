@@ -22,6 +22,7 @@ from furlong.core.aggregation import Average
 from furlong.core.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
 from furlong.core.guard import Guard
 from furlong.core.method import Method, Report
+from furlong.core.outliers import USUAL, Size, size_of, suspects
 from furlong.core.payload import (
     Traffic,
     Weights,
@@ -195,6 +196,7 @@ class Server(Generic[S, D, U]):
     min_clients: int = 0  # valid answers that an exchange needs (at most all); else the run stops
     tell: Callable[[str], None] = lambda _: None
     watch: Callable[[Exchange, Report[U]], None] | None = None  # sees every accepted report
+    suspected: set[int] = field(default_factory=set)  # clients that have been named as outliers
 
     def workspace(self) -> Path:
         """The folder for what is too large for the server's state, made when it is asked for."""
@@ -329,9 +331,44 @@ class _Gate(Generic[S, U]):
         self.metrics: dict[int, dict[str, float]] = {}
         self.examples: dict[int, int] = {}
         self.received = Traffic()
+        self._sizes: dict[int, Size] = {}
 
     def admit(self, replies: Iterable[tuple[int, Report[U] | Failure]]) -> Iterator[Report[U]]:
-        """The reports that pass the guard."""
+        """The reports that pass the guard and, if outliers are left out, are none."""
+        valid = self._valid(replies)
+        for reply in self._without_outliers(valid) if self._server.guard.outlier else valid:
+            self.received += traffic(reply)
+            self.metrics[reply.client] = reply.metrics
+            self.examples[reply.client] = reply.examples
+            if self._server.watch is not None:
+                self._server.watch(self._exchange, reply)
+            yield reply
+
+    def _without_outliers(self, replies: Iterable[Report[U]]) -> Iterator[Report[U]]:
+        """All have to be there before one can be compared: copies, as robust rules hold them."""
+        held = [_copied(reply) for reply in replies]
+        found = suspects(self._sizes, self._server.guard.outlier or 0.0)
+        for reply in held:
+            if reply.client in found:
+                reason = f"{found[reply.client]}; if it is honest, raise server.outlier"
+                self.failures.append(Failure(reply.client, "refused", reason))
+            else:
+                yield reply
+
+    def _tell_of_outliers(self) -> None:
+        """Name those that were merged although they are far too large; each once in a run."""
+        server = self._server
+        found = suspects(self._sizes, USUAL) if server.guard.outlier == 0 else {}
+        for client, what in found.items():
+            if client not in server.suspected:
+                server.suspected.add(client)
+                server.tell(
+                    f"warning: round {self._exchange.round + 1}, client {client}: {what}, and a "
+                    f"mean follows it. --server.outlier {USUAL:g} would leave it out; "
+                    "--server.rule median or multi_krum withstands it."
+                )
+
+    def _valid(self, replies: Iterable[tuple[int, Report[U] | Failure]]) -> Iterator[Report[U]]:
         for client, reply in replies:
             if client not in self._waiting:  # duplicates, and clients nobody asked
                 self.failures.append(Failure(client, "refused", "an answer nobody asked for"))
@@ -342,11 +379,6 @@ class _Gate(Generic[S, U]):
                 continue
             reason = self._refuse(client, reply)
             if reason is None:
-                self.received += traffic(reply)
-                self.metrics[client] = reply.metrics
-                self.examples[client] = reply.examples
-                if self._server.watch is not None:
-                    self._server.watch(self._exchange, reply)
                 yield reply
             else:
                 self.failures.append(Failure(client, "refused", reason))
@@ -354,7 +386,12 @@ class _Gate(Generic[S, U]):
     def _refuse(self, client: int, reply: Report[U]) -> str | None:
         try:
             expected = expected_upload(self._server.method, self._state, client, self._ctx)
-            return self._server.guard.check(reply, expected, self._exchange, client)
+            guard = self._server.guard
+            unit_rows = self._server.method.unit_rows
+            reason = guard.check(reply, expected, self._exchange, client, unit_rows)
+            if reason is None and guard.outlier is not None:
+                self._sizes[client] = size_of(reply.upload, expected, reply.examples)
+            return reason
         except Exception as error:  # a hostile reply must not end the run
             return f"cannot be checked ({type(error).__name__})"
 
@@ -362,6 +399,7 @@ class _Gate(Generic[S, U]):
         """Drain what the method left, name the silent, and stop when too few could train."""
         for _ in replies:
             pass
+        self._tell_of_outliers()
         self.failures += [Failure(c, "lost", "no answer") for c in self._waiting]
         where = f"exchange {self._exchange.index + 1} (round {self._exchange.round + 1})"
         reasons = "; ".join(f"client {f.client}: {f.reason}" for f in self.failures[:3])
@@ -375,3 +413,9 @@ class _Gate(Generic[S, U]):
                 f"is {fewest} ({reasons}{more}). What was saved stays; 'furlong resume RUN' goes "
                 "on, and takes other values of --train.min-clients and --run.deadline."
             )
+
+
+def _copied(report: Report[U]) -> Report[U]:
+    """With tensors of its own: views would hold the memory and a descriptor of every message."""
+    tensors = {name: tensor.clone() for name, tensor in flatten(report.upload)[0].items()}
+    return replace(report, upload=replace_tensors(report.upload, tensors))

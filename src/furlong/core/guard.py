@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,27 @@ class Guard:
 
     max_examples: int = 1_000_000_000
     max_metrics: int = 64
+    max_metric: float = 1e12  # sums and means of such numbers are still of use
+    max_passes: int = 10_000  # over a client's images in one exchange
+    max_stretch: float = 1e-2  # by which a unit row may be longer or shorter
     max_value: float = 1e10  # squares of such numbers are still finite
     max_count: int = 2**53  # the largest integer wins and counts on: far from an overflow
     sizes: Mapping[int, int] = field(default_factory=dict)  # what clients are known to hold
+    # see ``outliers``: the c above which an update is left out; 0: told; none: nobody looks
+    outlier: float | None = None
 
-    def check(self, report: Any, expected: Any, exchange: Exchange, client: int) -> str | None:
-        """Whether ``report`` answers ``exchange`` for ``client`` and looks like ``expected``."""
+    def check(
+        self,
+        report: Any,
+        expected: Any,
+        exchange: Exchange,
+        client: int,
+        unit_rows: Collection[str] = (),
+    ) -> str | None:
+        """Whether ``report`` answers ``exchange`` for ``client`` and looks like ``expected``.
+
+        ``unit_rows``: fields of the upload whose rows must have length 1.
+        """
         if not isinstance(report, Report):
             return f"not a report but {type(report).__name__}"
         if type(report.client) is not int or report.client != client:
@@ -39,9 +54,13 @@ class Guard:
         most = min(self.max_examples, self.sizes.get(client, self.max_examples))
         if type(report.examples) is not int or not 0 <= report.examples <= most:
             return f"claims {report.examples!r} examples (allowed: 0 to {most})"
-        return self._metrics(report.metrics) or self._upload(report.upload, expected)
+        return (
+            self._metrics(report.metrics, report.examples)
+            or self._upload(report.upload, expected)
+            or self._rows(report.upload, unit_rows)
+        )
 
-    def _metrics(self, metrics: Any) -> str | None:
+    def _metrics(self, metrics: Any, examples: int) -> str | None:
         if not isinstance(metrics, dict) or len(metrics) > self.max_metrics:
             return f"metrics are not a dict of at most {self.max_metrics} numbers"
         for name, value in metrics.items():
@@ -49,8 +68,18 @@ class Guard:
                 return "a metric's name is not a short word"
             if type(value) not in (int, float):
                 return f"metric {name!r} is not a number"
-            if not -(2.0**1000) < value < 2.0**1000:
-                return f"metric {name!r} is {value}"
+            if not -self.max_metric <= value <= self.max_metric:
+                return f"metric {name!r} is beyond ±{self.max_metric:g}"
+        seen, most = metrics.get("images", 0), self.max_passes * examples
+        return None if 0 <= seen <= most else f"claims to have trained on {seen:g} images"
+
+    def _rows(self, upload: Any, names: Collection[str]) -> str | None:
+        """Rows that others take as they are: a long one would drown all others."""
+        tensors = flatten(upload)[0]
+        for name in (name for name in names if name in tensors):
+            lengths = torch.linalg.vector_norm(tensors[name], dim=1)
+            if lengths.numel() and float((lengths - 1).abs().max()) > self.max_stretch:
+                return f"{name} holds rows that are no unit vectors"
         return None
 
     def _values(self, name: str, tensor: Tensor) -> str | None:

@@ -97,6 +97,7 @@ class Method(ABC, Generic[S, C, D, U]):
     usual: ClassVar[Mapping[str, Any]] = USUAL
     usual_small: ClassVar[Mapping[str, Any]] = {}  # its own fields beside a small encoder
     usual_augment: ClassVar[str] = "moco_cifar"  # the preset that data.augment = "auto" stands for
+    unit_rows: ClassVar[tuple[str, ...]] = ()  # fields of an upload whose rows have length 1
     keeps: ClassVar[str] = ""  # in words: what stays on a client between rounds
     leaves: ClassVar[str] = ""  # in words: what leaves a client, and what it may reveal
     # in words: what its server needs of single clients, so that sums alone ([secure]) will not do

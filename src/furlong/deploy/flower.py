@@ -155,9 +155,9 @@ def connected(superlink: str, certs: Path | None, insecure: bool) -> Iterator[Gr
         yield GridWire(grid, names, stopped)
 
 
-def serve(site: Site, supernode: Connection, alive: Callable[[], bool]) -> None:
-    """Do the tasks of a site's SuperNode, while ``alive()``."""
-    do_tasks(supernode, partial(_answered, site), alive, site.say)
+def serve(site: Site, supernode: Connection, alive: Callable[[], bool], stall: float) -> None:
+    """Do the tasks of a site's SuperNode, while ``alive()``; see :func:`do_tasks`."""
+    do_tasks(supernode, partial(_answered, site), alive, site.say, stall)
 
 
 # ---------------------------------------------------------------- plain Flower

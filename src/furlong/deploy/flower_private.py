@@ -219,21 +219,31 @@ def _server_task(connection: Connection, app: str) -> str:
 # ---------------------------------------------------------------- the work of a node
 
 
+class Stuck(FurlongError):
+    """A question that does not arrive whole: its SuperNode has to be started again."""
+
+
 def do_tasks(
     connection: Connection,
     answer: Callable[[Message], Message],
     alive: Callable[[], bool],
     say: Callable[[str], None],
+    stall: float,
 ) -> None:
-    """Do the tasks of a SuperNode, one at a time, while ``alive()``."""
+    """Do the tasks of a SuperNode, one at a time, while ``alive()``.
+
+    Raises :class:`Stuck` if a question does not arrive whole within ``stall`` seconds.
+    """
     wanted = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
     with closing(connection.executor()) as executor:
         while alive():
             try:
                 got = executor.AcquireTask(wanted)
                 if got.HasField("task") and got.token:
-                    _do_task(connection, str(got.token), answer)
+                    _do_task(connection, str(got.token), answer, stall)
                     continue
+            except Stuck:
+                raise
             except httpx.HTTPError:  # the SuperNode is ending, or the run has ended
                 time.sleep(0.5)
             except Exception as error:  # a task that cannot be done must not end the node
@@ -242,7 +252,37 @@ def do_tasks(
             time.sleep(0.1)
 
 
-def _do_task(connection: Connection, token: str, answer: Callable[[Message], Message]) -> None:
+class _Bounded:
+    """A client from which a question must come within ``seconds``, and while it is of use.
+
+    A SuperNode whose SuperLink dies in the middle of a question never has all of it. Flower's own
+    function asks for the missing parts 500 times, every 10 s.
+    """
+
+    def __init__(self, client: RuntimeHttpClient, seconds: float) -> None:
+        self._client, self._until = client, time.monotonic() + seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def PullMessages(self, request: Any) -> Any:
+        """The question without its parts; it says how long it is of use."""
+        found = self._client.PullMessages(request)
+        # its length and not its end, which is by the clock of another machine
+        for message in found.messages_list:
+            self._until = min(self._until, time.monotonic() + message.metadata.ttl)
+        return found
+
+    def PullObject(self, request: Any) -> Any:
+        """A part of the question, if it has come."""
+        if time.monotonic() > self._until:
+            raise Stuck("a question did not arrive whole: the SuperLink may have been restarted")
+        return self._client.PullObject(request)
+
+
+def _do_task(
+    connection: Connection, token: str, answer: Callable[[Message], Message], stall: float
+) -> None:
     """Pull a message, answer it, push the answer."""
     version = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp")
     status, details = SubStatus.FAILED, "the question could not be taken"
@@ -250,7 +290,7 @@ def _do_task(connection: Connection, token: str, answer: Callable[[Message], Mes
     with closing(connection.client(version, RuntimeTokenHttpInterceptor(token))) as client:
         try:
             with _heartbeats(client, threading.Event()):
-                message, context, _, _ = pull_task_input(client)
+                message, context, _, _ = pull_task_input(_Bounded(client, stall))  # type: ignore[arg-type]
                 push_message(client, answer(message), context)
             status, details = SubStatus.COMPLETED, ""
         finally:

@@ -11,7 +11,7 @@ from subprocess import Popen
 
 from furlong.deploy.addresses import free_port, require_loopback, split_address
 from furlong.deploy.flower import serve
-from furlong.deploy.flower_private import CONNECTED, REFUSED, Connection
+from furlong.deploy.flower_private import CONNECTED, REFUSED, Connection, Stuck
 from furlong.deploy.keys import make_secret
 from furlong.deploy.node import Site
 from furlong.deploy.processes import (
@@ -51,10 +51,13 @@ def supernode_command(certs: Path | None, superlink: str, secret: Path, *, port:
     return [*command, "--superexec-auth-secret-file", str(secret.absolute())]
 
 
-def keep_node(site: Site, superlink: str, certs: Path | None, patience: float) -> None:
-    """Take part until interrupted; a SuperNode that ends is started again.
+def keep_node(
+    site: Site, superlink: str, certs: Path | None, patience: float, stall: float
+) -> None:
+    """Take part until interrupted; a SuperNode that ends or is stuck is started again.
 
-    It is an error if none reaches the server for ``patience`` seconds.
+    It is an error if none reaches the server for ``patience`` seconds. One is stuck if a question
+    does not arrive whole within ``stall`` seconds.
     """
     keep_freed_memory()
     site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,9 +81,12 @@ def keep_node(site: Site, superlink: str, certs: Path | None, patience: float) -
                         time.sleep(0.2)
                     watch = _Watch(child, log, superlink, site.say)
                     own = Connection(f"127.0.0.1:{port}", None, secret)
-                    serve(site, own, watch.alive)
+                    stuck = _served(site, own, watch, stall)
                 if watch.connected:
                     last = time.monotonic()
+                if stuck:
+                    site.say(f"{stuck}. Starting flower-supernode again.")
+                    continue
                 ended = f"flower-supernode ended with code {child.returncode}"
                 if time.monotonic() > last + patience:
                     raise FurlongError(f"{ended} (see {log}): {_why(superlink, certs, log)}")
@@ -88,6 +94,15 @@ def keep_node(site: Site, superlink: str, certs: Path | None, patience: float) -
                 time.sleep(3.0)
         finally:
             site.close()
+
+
+def _served(site: Site, own: Connection, watch: _Watch, stall: float) -> str:
+    """Do the work of a SuperNode until it ends; why it has to be started again, if it has not."""
+    try:
+        serve(site, own, watch.alive, stall)
+    except Stuck as error:
+        return str(error)
+    return ""
 
 
 class _Watch:

@@ -30,6 +30,7 @@ from furlong.core.payload import PayloadError, pack, payload, unpack
 from furlong.engines.codec import How, decode, encode
 from furlong.errors import FurlongError
 
+GREETING = 120.0  # seconds for answering a greeting; a node that is stuck misses it
 RETRY = 10.0  # seconds until a node that failed to answer a greeting is greeted again
 PROTOCOL = 3  # of the messages; raised when they change
 DAY = 86_400.0
@@ -101,12 +102,13 @@ class Directory:
         greeted, now = {*self._known, *self._asked.values()}, time.monotonic()
         for node in self._connected:
             if node not in greeted and now >= self._later.get(node, now):
-                self._asked[self.wire.send(node, {**self.hello, "kind": "hello"}, b"", DAY)] = node
+                greeting = {**self.hello, "kind": "hello"}
+                self._asked[self.wire.send(node, greeting, b"", GREETING)] = node
         for reply in self.wire.receive(list(self._asked)) if self._asked else ():
             node = self._asked.pop(reply.ticket)
             if reply.error:
                 who = self._connected.get(node) or f"node {node}"
-                self.say(f"{who} does not answer: {reply.error}")
+                self.say(f"{who} is connected and does not answer: {reply.error}. Its log says why")
                 self._later[node] = now + RETRY
             elif node in self._connected:
                 self._introduce(node, reply.header)
@@ -176,6 +178,7 @@ class Remote(Engine):
     deadline: float = DAY  # seconds for an exchange
     wait: float = 600.0  # seconds for enough nodes to connect
     need: int = 1  # nodes to wait for
+    whole: bool = False  # go on after an interruption only with all who answered before it
     slice_bytes: int = 64 << 20
     encoding: How = "exact"
     given: bytes = b""  # packed tensors that every node needs once; the question has their digest
@@ -190,6 +193,18 @@ class Remote(Engine):
         found = {client: unpack(bytearray(packed)) for client, packed in states.items()}
         if not all(isinstance(last, LastAnswer) for last in found.values()):
             raise FurlongError("this run began in process: it cannot go on with --engine flower.")
+        newest = max((last.exchange for last in found.values()), default=-1)
+        before = [client for client, last in found.items() if last.exchange == newest]
+        missing = [client for client in before if client not in self.directory.nodes]
+        if missing:
+            who = ", ".join(self.directory.names.get(k, f"client {k}") for k in missing)
+            said = f"{who} answered before the interruption and cannot be reached now"
+            if self.whole:
+                raise FurlongError(
+                    f"{said}: without it the result would be another one. See to that node, then "
+                    "'furlong resume RUN'; or go on without it: --train.min-clients 1 (or more)."
+                )
+            self.directory.say(f"warning: {said}; the result will be another one without it")
         self.last = found
 
     def exchange(

@@ -93,6 +93,7 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         "its newest feature vectors (method.bank of its images and as many of encoded images), "
         'and with encoding = "cross" the public images'
     )
+    unit_rows = ("features",)
     remedy = CONTRASTIVE_REMEDY
     leaves = (
         "Weights of the query and the key network, and method.bank feature vectors of the client, "

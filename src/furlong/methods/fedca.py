@@ -89,6 +89,7 @@ class FedCA(Projecting, Method[Server, State, Down, Up]):
         "FITEE 2023, doi:10.1631/FITEE.2200268"
     )
     pairs_views = True
+    unit_rows = ("rows",)
     remedy = CONTRASTIVE_REMEDY
     explains: ClassVar = {
         "contrastive": "The part of the loss that tells images apart.",

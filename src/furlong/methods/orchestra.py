@@ -81,6 +81,7 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         "Lubana et al., Orchestra: Unsupervised Federated Learning via Globally Consistent "
         "Clustering, ICML 2022"
     )
+    unit_rows = ("centroids",)
     remedy = f"{NO_NEGATIVES_REMEDY} A lower --method.decay lets the target follow sooner."
     keeps = "nothing; with stateful = true its target network and method.memory projections"
     leaves = (
@@ -203,12 +204,8 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         for report in reports:
             if report.upload.nets is not None:
                 combined.add(report.upload.nets, report.examples)
-            rows = report.upload.centroids
-            if (torch.linalg.vector_norm(rows, dim=1) - 1).abs().max() > 1e-3:
-                ctx.tell(f"client {report.client} sent centroids that are no unit rows: left out")
-                continue
             # a copy: the upload's tensors are views that keep its whole buffer alive
-            local.append(rows.clone())
+            local.append(report.upload.centroids.clone())
         nets = combined.onto(server.nets)
         if not local:
             return Shared(nets, server.centroids)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
+from furlong.core.aggregation import ROBUST
 from furlong.core.context import Setup
 from furlong.core.exchange import AnyServer, Server
 from furlong.core.federation import Federation
 from furlong.core.guard import Guard
 from furlong.core.method import AnyMethod
+from furlong.core.outliers import USUAL
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition
 from furlong.engines.blobs import BlobStore
@@ -124,7 +126,7 @@ def prepare(
         setup,
         load_public(settings, train) if training and settings.data.public else None,
         settings.train.fraction,
-        Guard(sizes=setup.sizes),
+        Guard(sizes=setup.sizes, outlier=_outlier(settings)),
         folder=Path(settings.run.out) / "server" if settings.run.out else None,
         min_clients=settings.train.min_clients,
     )
@@ -150,6 +152,15 @@ def resolved(settings: Config, method: AnyMethod, clients: int | None, k: int) -
         model=replace(model, init=model.init and located(model.init)),
         evaluate=replace(settings.evaluate, k=k),
     )
+
+
+def _outlier(settings: Config) -> float | None:
+    """How much larger than others an update may be; none: there is no need to look."""
+    times = settings.server.outlier
+    if times is None:
+        times = USUAL if settings.run.engine == "flower" else 0.0
+    needless = not sends(settings.run.bound) or (settings.server.rule in ROBUST and not times)
+    return None if needless else times
 
 
 def _notes(settings: Config, method: AnyMethod, setup: Setup, training: bool) -> list[str]:

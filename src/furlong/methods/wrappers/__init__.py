@@ -30,6 +30,7 @@ class Wrapping(Method[S, Any, Any, Any]):
     needs_labels = _inner("needs_labels")
     needs_public = _inner("needs_public")
     pairs_views = _inner("pairs_views")
+    unit_rows = _inner("unit_rows")
     usual_augment = _inner("usual_augment")
     leaves = _inner("leaves")
     singles = _inner("singles")
