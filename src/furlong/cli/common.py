@@ -111,8 +111,9 @@ def watching() -> Iterator[tuple[Any, Any]]:
             loss = "–" if status.loss is None else f"{status.loss:.3f}"
             if status.knn is not None:
                 seen["knn"] = f"{100 * status.knn:.1f} %"
+            spent = "" if status.epsilon is None else f"ε {status.epsilon:.3g} · "
             text = (
-                f"loss {loss} · kNN {seen['knn']} · {status.images_per_second:,.0f} images/s"
+                f"{spent}loss {loss} · kNN {seen['knn']} · {status.images_per_second:,.0f} images/s"
                 f" · up {size(status.bytes_up)} down {size(status.bytes_down)}"
                 f" · {duration(status.seconds_left)} left"
             )

@@ -167,7 +167,8 @@ def run_client(
     if local.state is not None or stats or moments:
         store.put(ctx.client, pack(kept))
     metrics = {**local.metrics, "images": float(ctx.images_seen)}
-    return Report(ctx.client, ctx.exchange.index, len(ctx.data), upload, metrics)
+    examples = len(ctx.data) if local.examples is None else local.examples
+    return Report(ctx.client, ctx.exchange.index, examples, upload, metrics)
 
 
 # ---------------------------------------------------------------- the server's half

@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -49,6 +49,7 @@ class Local(Generic[C, U]):
     state: C
     upload: U
     metrics: dict[str, float] = field(default_factory=dict)
+    examples: int | None = None  # how many images the client says it has; none: as many as it has
 
 
 @payload("furlong.method.Report")
@@ -82,6 +83,11 @@ class Method(ABC, Generic[S, C, D, U]):
     needs_labels: ClassVar[bool] = False  # otherwise labels are stripped before a client sees data
     needs_public: ClassVar[bool] = False  # images that the server may see
     pairs_views: ClassVar[bool] = False  # both views go through the encoder in one pass
+    # uploads look like downloads, and the server needs no more of them than their mean
+    averages: ClassVar[bool] = False
+    # what a client learns from its images it learns by ``optimiser.descend`` on ``ctx.batches()``
+    # alone, by a loss that is the mean over single images, or makes sense for a few of them
+    decomposes: ClassVar[Literal["no", "records", "groups"]] = "no"
     # settings by section.key that a run has where neither a file nor an option says another; a
     # user who names only the method gets them (how they were chosen: docs/results.md)
     usual: ClassVar[Mapping[str, Any]] = USUAL

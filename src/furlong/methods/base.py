@@ -47,6 +47,8 @@ class Model:
 class Averaging(Method[D, C, D, D]):
     """Everybody gets the same payload, the answers look like it and are averaged."""
 
+    averages = True
+
     def download(self, server: D, client: int, ctx: ServerContext) -> D:  # noqa: ARG002
         """The server's state itself."""
         return server
@@ -101,7 +103,11 @@ class OneNetwork(OneModel[None]):
         net = ctx.network("net", lambda: self.network(ctx), down.weights)
         start = {name: p.detach().clone() for name, p in net.named_parameters()}
         optimiser = ctx.optimiser(net)
-        for batch in ctx.batches():
+
+        def loss_of(batch: Batch) -> Tensor:
             loss, penalty = self.loss(net, batch), self.penalty(net, start)
-            optimiser.step(loss if penalty is None else loss + penalty)
+            return loss if penalty is None else loss + penalty
+
+        for batch in ctx.batches():
+            optimiser.descend(loss_of, batch)
         return Local(state, Model(snapshot(net)), optimiser.metrics())

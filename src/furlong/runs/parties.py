@@ -13,21 +13,31 @@ from furlong.core.exchange import cohort_size
 from furlong.core.federation import Federation
 from furlong.core.given import Given
 from furlong.core.method import AnyMethod
+from furlong.core.noise import secret_from
 from furlong.core.payload import Weights
 from furlong.data.augment import preset
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition
 from furlong.errors import FurlongError
 from furlong.methods.wrappers.alone import Alone
+from furlong.methods.wrappers.private import PrivateClients, PrivateRecords
 from furlong.methods.wrappers.ruled import Ruled
 from furlong.nn.devices import pick_device
 from furlong.nn.encoders import build_encoder, evaluating, out_dim
 from furlong.runs.config import Config
+from furlong.runs.datasets import SITES
 from furlong.runs.split import left_out
 
+STREAMED = ("mean", "momentum", "adam")  # rules that need no more than the mean of the answers
 
-def parties(settings: Config, train: ImageSet, split: Partition) -> tuple[AnyMethod, Federation]:
-    """The method, as bounds and server rules wrap it, and who holds which images."""
+
+def parties(
+    settings: Config, train: ImageSet, split: Partition, secret: bytes | None = None
+) -> tuple[AnyMethod, Federation]:
+    """The method, as bounds, server rules and a budget wrap it, and who holds which images.
+
+    ``secret``: what the noise of a privacy budget is made from, where something is trained.
+    """
     height, width = train.size
     if height != width:
         raise FurlongError(
@@ -36,13 +46,14 @@ def parties(settings: Config, train: ImageSet, split: Partition) -> tuple[AnyMet
     federation, method = Federation.of(train, split), settings.make_method()
     if method.needs_labels and train.labels is None:
         raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
+    check_privacy(settings)
     if settings.run.bound == "pooled":
-        return method, federation.pooled()
+        return private(method, settings, secret), federation.pooled()
     if settings.run.bound == "single":
         return Alone(method), federation
     if (client := left_out(settings, train, split)) is not None:
         federation = federation.without(client)
-    return ruled(method, settings, len(federation.rows)), federation
+    return private(ruled(method, settings, len(federation.rows)), settings, secret), federation
 
 
 def ruled(method: AnyMethod, settings: Config, clients: int) -> AnyMethod:
@@ -51,6 +62,49 @@ def ruled(method: AnyMethod, settings: Config, clients: int) -> AnyMethod:
         return method
     settings.server.check_cohort(cohort_size(clients, settings.train.fraction))
     return Ruled(method, settings.server)
+
+
+def private(method: AnyMethod, settings: Config, secret: bytes | None = None) -> AnyMethod:
+    """The method under its privacy budget, if it has one."""
+    level = settings.privacy.level
+    if level == "none":
+        return method
+    if settings.privacy.noise_from == "seed":
+        secret = secret_from(settings.run.seed)
+    kind = PrivateClients if level == "client" else PrivateRecords
+    train = settings.train
+    return kind(method, settings.privacy, train.fraction, train.min_clients, secret)
+
+
+def check_privacy(settings: Config) -> None:
+    """Refuse what no privacy budget covers."""
+    level, bound, rule = settings.privacy.level, settings.run.bound, settings.server.rule
+    if level == "none":
+        return
+    if bound == "single":
+        raise FurlongError(
+            f"privacy.level = {level} with bound = single: nothing leaves a client there. Leave "
+            "one of them out."
+        )
+    if level == "record":
+        return
+    if bound == "pooled":
+        raise FurlongError(
+            "privacy.level = client with bound = pooled: there is one client, and its data is all "
+            "there is to learn from. Use level record."
+        )
+    if rule not in STREAMED:
+        raise FurlongError(
+            f"privacy.level = client with server.rule = {rule}: the noise is made for a sum of "
+            f"clipped updates, and this rule picks or weighs single ones. Use "
+            f"{', '.join(STREAMED)}."
+        )
+    if settings.data.name == SITES:
+        raise FurlongError(
+            "privacy.level = client with data = sites: every node tells how many images it holds, "
+            "and all are told, which the budget does not cover. Use level record, for which these "
+            "numbers are public."
+        )
 
 
 def setup_of(

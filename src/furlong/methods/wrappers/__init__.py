@@ -30,6 +30,8 @@ class Wrapping(Method[S, Any, Any, Any]):
     needs_labels = _inner("needs_labels")
     needs_public = _inner("needs_public")
     pairs_views = _inner("pairs_views")
+    averages = _inner("averages")
+    decomposes = _inner("decomposes")
     usual_augment = _inner("usual_augment")
     caution = _inner("caution")
     explains = _inner("explains")
