@@ -16,7 +16,18 @@ from furlong.cli.common import err
 from furlong.errors import FurlongError, nearest
 
 COMMANDS = (
-    *("run", "resume", "demo", "evaluate", "partition", "methods", "papers", "cost", "compare"),
+    *(
+        "run",
+        "resume",
+        "demo",
+        "evaluate",
+        "partition",
+        "methods",
+        "papers",
+        "cost",
+        "privacy",
+        "compare",
+    ),
     *("table", "report", "check", "export", "embed", "neighbours"),
     *("certs", "superlink", "node", "flower-app"),
 )

@@ -133,7 +133,7 @@ def print_run(finished: Run) -> None:
     """Results, effort and places of a run."""
     from furlong.reports import measures
     from furlong.reports.formats import RANK, voters
-    from furlong.reports.parts import trouble
+    from furlong.reports.parts import budget, trouble
     from furlong.runs.record import RunRecord
 
     summary, record = finished.summary, RunRecord(finished.folder)
@@ -153,6 +153,9 @@ def print_run(finished: Run) -> None:
         f"{size(summary['bytes_up'])} up, {size(summary['bytes_down'])} down"
         + (f", {summary['failures']} failed answers" if summary["failures"] else "")
     )
+    if summary.get("privacy"):
+        for sentence in budget(summary["privacy"]):
+            console.print(sentence, markup=False)
     paths = f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}"
     console.print(paths, markup=False, soft_wrap=True)
 
