@@ -25,6 +25,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -122,11 +123,8 @@ class Private(Wrapping[Any]):
 
     def visits(self, setup: Setup) -> dict[int, int]:
         """In how many exchanges of the run every client is asked: all know it from the seed."""
-        found = dict.fromkeys(sorted(setup.sizes), 0)
-        for exchange in self.inner.plan(setup):
-            for client in self.asked(setup, exchange):
-                found[client] += 1
-        return found
+        plan, clients = tuple(self.inner.plan(setup)), tuple(sorted(setup.sizes))
+        return _visits(plan, setup.seed, clients, self.fraction)
 
     def forecast(self, setup: Setup) -> Forecast:
         """What the whole run will spend; refuses what would leave without being covered."""
@@ -217,6 +215,17 @@ class Private(Wrapping[Any]):
                 f"{exchange.round + 1}, privacy.epsilon is {limit:g}. Rounds that were computed "
                 "again with other results were spent twice. What was saved stays."
             )
+
+
+@lru_cache(maxsize=8)
+def _visits(
+    plan: tuple[Exchange, ...], seed: int, clients: tuple[int, ...], fraction: float
+) -> dict[int, int]:
+    found = dict.fromkeys(clients, 0)
+    for exchange in plan:
+        for client in draw_cohort(seed, exchange, list(clients), fraction):
+            found[client] += 1
+    return found
 
 
 # ---------------------------------------------------------------- clients
