@@ -1879,10 +1879,10 @@ MUTANTS = [
     Mutant(
         "dp-shares",
         "methods/wrappers/private.py",
+        "share /= math.sqrt(min(self.min_clients, asked))",
         "share /= math.sqrt(self.min_clients)",
-        "share /= len(ctx.setup.sizes)",
         PRIVACY,
-        "the shares do not add up to the noise",
+        "a cohort smaller than min_clients has too little noise",
     ),
     Mutant(
         "dp-buffers",

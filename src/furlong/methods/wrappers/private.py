@@ -49,7 +49,6 @@ from furlong.errors import FurlongError
 from furlong.methods.wrappers import Wrapping
 
 FEW = 100  # clients; with fewer, hiding one of them hides a large share of what there is to learn
-EXPLAINED = "The privacy budget ε spent so far, by whom most was released of; it never falls."
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class Private(Wrapping[Any]):
     secret: bytes | None = field(default=None, repr=False)
 
     unit: ClassVar[str] = ""  # what is protected, in words
-    explains = property(lambda self: {**self.inner.explains, "epsilon": EXPLAINED})
 
     @abstractmethod
     def release(self, setup: Setup, client: int) -> Release:
@@ -292,7 +290,8 @@ class PrivateClients(Private):
         if self.privacy.noise_at == "clients":
             stream = self._stream("share", ctx.client, ctx.exchange.index, digest(move))
             share = self.release(ctx.setup, ctx.client).noise * self.privacy.clip
-            share /= math.sqrt(self.min_clients)
+            asked = len(self.asked(ctx.setup, ctx.exchange))  # a small cohort must be complete
+            share /= math.sqrt(min(self.min_clients, asked))
             move = {name: m + share * stream.normal(m.shape) for name, m in move.items()}
         sent = {name: (base[name].double() + m).to(base[name].dtype) for name, m in move.items()}
         return Local(local.state, replace_tensors(local.upload, sent), {}, examples=1)
