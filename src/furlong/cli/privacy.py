@@ -61,12 +61,13 @@ def privacy(
         server = prepare(resolved, training=False).server
     else:
         server = without_data(resolved, read_sizes(sizes), 3, resolved.data.image_size or 32)
+    method = server.method
+    assert isinstance(method, Private)
     rows, whole = [], server.setup.rounds
     for rounds in sorted({whole, max(1, whole // 2), max(1, whole // 4), max(1, whole // 10)}):
         setup = replace(server.setup, rounds=rounds)
-        assert isinstance(server.method, Private)
-        found = server.method.forecast(setup)
-        rows.append((rounds, found, server.method.warning(setup, found)))
+        found = method.forecast(setup)
+        rows.append((rounds, found, method.warning(setup, found)))
     if as_json:
         print(
             json.dumps(
@@ -103,7 +104,7 @@ def privacy(
     console.print(table)
     budget = resolved.privacy
     refused = [rounds for rounds, found, _ in rows if found.ratio > budget.max_ratio]
-    say(f"Level {budget.level}: protects {server.method.unit}. {rows[-1][2]}")
+    say(f"Level {budget.level}: protects {method.unit}. {rows[-1][2]}")
     say(
         "Noise to signal: the length of the noise on one mean update over the longest that the "
         "update can be. After all rounds: the same for the sum of all updates, if all of them "
