@@ -50,10 +50,11 @@ PARTS: dict[str, Options] = {
     },
     "hospitals": {
         "data": "parquet:{root}/lgg",
-        "data.image-size": 48,
+        "data.image-size": 32,
         "partition": "natural",
         "data.group-by": "site",
         "batch-size": 128,
+        "epochs": 1,
     },
     "smoke": {
         "data": "shapes",
