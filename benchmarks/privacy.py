@@ -175,7 +175,8 @@ def table(part: str) -> str:
             pairs = (("knn", "accuracy"), ("linear", "accuracy"), ("linear", "auroc"))
             scores = [_spread(runs, "federated", *pair) for pair in pairs] + [str(len(runs))]
         lines.append(f"| {' | '.join([row, *budget, *scores])} |")
-    every = [n for runs in there.values() for n in runs.values() if "results" in n]
+    # the same in all rows of a seed
+    every = [*{k: n for runs in there.values() for k, n in runs.items() if "results" in n}.values()]
     if every:
         random = [
             _spread(every, "random", k, w)

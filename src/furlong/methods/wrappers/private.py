@@ -450,18 +450,19 @@ class PrivateRecords(Private):
         asked = self.asked(ctx.setup, ctx.exchange)
         ledger = Ledger(ctx.workspace())
         self.require_budget(ledger, ctx.setup, ctx.exchange, asked)
-        silent = dict.fromkeys(asked)
+        # an answer that was lost on its way, or refused, may have been seen by somebody
+        marks = dict.fromkeys(asked, "")
 
-        def written() -> Iterator[Report[Any]]:
+        def marked() -> Iterator[Report[Any]]:
             for report in reports:
-                client, mark = report.client, digest(report.upload)
-                ledger.add(ctx.exchange.index, [(client, mark, self.release(ctx.setup, client))])
-                silent.pop(client)
+                marks[report.client] = digest(report.upload)
                 yield report
 
-        state = self.inner.aggregate(server, written(), ctx)
-        # an answer that was lost on its way, or refused, may have been seen by somebody
-        ledger.add(ctx.exchange.index, ((k, "", self.release(ctx.setup, k)) for k in silent))
+        state = self.inner.aggregate(server, marked(), ctx)
+        ledger.add(
+            ctx.exchange.index,
+            ((client, mark, self.release(ctx.setup, client)) for client, mark in marks.items()),
+        )
         ctx.metrics["epsilon"] = ledger.epsilon(self.delta(ctx.setup))
         return state
 
