@@ -194,6 +194,29 @@ def test_cost_errors(furlong_: Call, options: tuple[str, ...], message: str) -> 
     assert message in result.err
 
 
+# ---------------------------------------------------------------- privacy
+
+
+def test_privacy_plans_without_training(furlong_: Call) -> None:
+    """More clients, less noise on the mean; fewer rounds, less noise at all."""
+    options = ("--method", "fedrot", "--model.early-norm", "all_gn", "--rounds", "8")
+    client = (*options, "--privacy.level", "client", "--epsilon", "8", "--json")
+    few, many = (furlong_("privacy", *client, "--sizes", f"50x{n}").json for n in (10, 1000))
+    assert [row["rounds"] for row in few] == [1, 2, 4, 8]
+    assert all(7.9 < row["epsilon"] <= 8 for row in few)
+    assert few[0]["noise"][0] < few[-1]["noise"][0]
+    assert few[-1]["ratio"] / many[-1]["ratio"] == pytest.approx(100)
+    last = few[-1]
+    assert last["ratio"] == pytest.approx(last["noise"][0] * last["parameters"] ** 0.5 / 10)
+    text = furlong_("privacy", *client[:-1], "--sizes", "50x10").out
+    for word in (
+        "noise to signal",
+        "With 10 clients ε says little",
+        "refuses this with 1, 2, 4, 8",
+    ):
+        assert word in " ".join(text.split())
+
+
 # ---------------------------------------------------------------- partition
 
 FEW = ("--data.images=500", "--data.test-images=20")

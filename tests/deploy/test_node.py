@@ -17,12 +17,15 @@ from federations import Direct, failures, flower, hello, in_process, parts, trai
 from PIL import Image
 
 from furlong.cli import main
+from furlong.core.context import Exchange
+from furlong.deploy.agreement import Refusal
 from furlong.deploy.disclosure import disclosure
 from furlong.deploy.node import OwnImages, Site, without_paths
 from furlong.deploy.states import StateFiles
+from furlong.errors import FurlongError
 from furlong.runs import loop
 from furlong.runs.config import from_tree
-from furlong.runs.nodes import told
+from furlong.runs.nodes import participate, told
 
 BAD = """
 import os, signal, time
@@ -237,3 +240,32 @@ def test_a_folder_that_vanished_is_not_named_to_the_server(tmp_path: Path) -> No
         "reason": "the site's images cannot be read; its own log says why",
     }
     assert any("gone" in text for text in said)
+
+
+PRIVATE = {"privacy.level": "record", "model.early_norm": "all_gn", "privacy.max_ratio": "inf"}
+
+
+def test_a_site_answers_once_under_a_budget(tmp_path: Path) -> None:
+    """Whatever a server says: the same question gets the same answer, another one none."""
+    settings = tiny("fedrot", **PRIVATE, **{"privacy.epsilon": 4.0})
+    party, site = participate(settings, None, {}), Site(tmp_path, part=0)
+    header = {"run": "ab" * 16, "since": None}
+    (tmp_path / "runs" / header["run"]).mkdir(parents=True)
+    first, second, third = (Exchange(k, index=k) for k in range(3))
+    for _ in range(2):  # the run went back to a checkpoint
+        site._spend(header, party, 0, first, b"weights")
+    with pytest.raises(Refusal, match="spend the privacy budget twice"):
+        site._spend(header, party, 0, first, b"other weights")
+    with pytest.raises(Refusal, match="spend the privacy budget twice"):
+        site._spend({**header, "since": {"exchange": 0}}, party, 0, first, b"weights")
+    site._spend(header, party, 0, second, b"weights")
+    with pytest.raises(FurlongError, match="used up"):  # there were to be two rounds
+        site._spend(header, party, 0, third, b"weights")
+
+
+@pytest.mark.slow
+def test_a_budget_across_machines_gives_the_same_bits(tmp_path: Path) -> None:
+    given = {**PRIVATE, "privacy.noise": 1.0, "privacy.noise_from": "seed"}
+    run = train(flower(tmp_path, "fedrot", **given), wire=Direct(parts(tmp_path)))
+    assert weights(run) == in_process(tmp_path, "fedrot", **given)
+    assert (tmp_path / "node0" / "noise.key").exists()

@@ -29,6 +29,7 @@ from furlong.errors import FurlongError
 from furlong.nn.encoders import build_encoder
 from furlong.reports import export as exporting
 from furlong.reports.export import export
+from furlong.reports.page import build
 from furlong.runs import evaluate, loop
 from furlong.runs.folder import RunFolder
 
@@ -343,6 +344,24 @@ def test_the_card_has_the_rule_and_what_was_measured_since(run: Path, tmp_path: 
     (folder / "config.toml").write_text(changed)
     card = export(folder, "safetensors", force=True).card.read_text()
     assert "| merged at the server by | trimmed_mean (faulty 2) |" in card
+
+
+def test_the_card_has_the_budget(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    summary = json.loads((copy / "summary.json").read_text())
+    spent = {
+        "level": "record", "unit": "each image", "epsilon": 7.91, "delta": 1e-5, "group": 1,
+        "noise": [0.8, 1.2], "clip": 1.0, "ratio": 2.0, "releases": 3, "noise_at": "clients",
+        "noise_from": "seed",
+    }  # fmt: skip
+    (copy / "summary.json").write_text(json.dumps(summary | {"privacy": spent}))
+    done = export(copy, "safetensors", tmp_path / "made.safetensors")
+    card = " ".join(done.card.read_text().split())
+    for words in ("ε = 7.91 and δ = 1e-05", "0.8 to 1.2 times", "nobody is protected"):
+        assert words in card
+    assert "no formal privacy guarantee" not in card
+    page = build(copy).read_text()
+    assert "ε = 7.91 and δ = 1e-05" in page
 
 
 def test_what_is_absent_is_said_to_be_absent(run: Path, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from furlong.cli.common import err
 from furlong.errors import FurlongError, describe, nearest, out_of_memory
 
 COMMANDS = (
-    *("run", "resume", "demo", "evaluate", "partition", "methods", "papers", "cost", "compare"),
-    *("table", "report", "check", "export", "embed", "neighbours", "audit"),
+    *("run", "resume", "demo", "evaluate", "partition", "methods", "papers", "cost", "privacy"),
+    *("compare", "table", "report", "check", "export", "embed", "neighbours", "audit"),
     *("certs", "superlink", "node", "flower-app"),
 )
 """Each is a function in the module of its name."""

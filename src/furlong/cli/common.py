@@ -112,8 +112,9 @@ def watching() -> Iterator[tuple[Any, Any]]:
             loss = "–" if status.loss is None else f"{status.loss:.3f}"
             if status.knn is not None:
                 seen["knn"] = f"{100 * status.knn:.1f} %"
+            spent = "" if status.epsilon is None else f"ε {status.epsilon:.3g} · "
             text = (
-                f"loss {loss} · kNN {seen['knn']} · {status.images_per_second:,.0f} images/s"
+                f"{spent}loss {loss} · kNN {seen['knn']} · {status.images_per_second:,.0f} images/s"
                 f" · up {size(status.bytes_up)} down {size(status.bytes_down)}"
                 f" · {duration(status.seconds_left)} left"
             )
@@ -133,7 +134,7 @@ def print_run(finished: Run) -> None:
     """Results, effort and places of a run."""
     from furlong.reports import measures
     from furlong.reports.formats import RANK, voters
-    from furlong.reports.parts import trouble
+    from furlong.reports.parts import budget, trouble
     from furlong.runs.record import RunRecord
 
     summary, record = finished.summary, RunRecord(finished.folder)
@@ -153,6 +154,9 @@ def print_run(finished: Run) -> None:
         f"{size(summary['bytes_up'])} up, {size(summary['bytes_down'])} down"
         + (f", {summary['failures']} failed answers" if summary["failures"] else "")
     )
+    if summary.get("privacy"):
+        for sentence in budget(summary["privacy"]):
+            console.print(sentence, markup=False)
     paths = f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}"
     console.print(paths, soft_wrap=True)
 

@@ -48,7 +48,7 @@ def cost(
     if sizes is None:
         server = prepare(resolved).server
     else:
-        server = without_data(resolved, _sizes(sizes), 3, resolved.data.image_size or 32)
+        server = without_data(resolved, read_sizes(sizes), 3, resolved.data.image_size or 32)
     costs, kinds = list(predict(server)), dict[str, list[Cost]]()
     for item in costs:
         kinds.setdefault(item.exchange.kind, []).append(item)
@@ -110,7 +110,7 @@ def cost(
     )
 
 
-def _sizes(text: str) -> dict[int, int]:
+def read_sizes(text: str) -> dict[int, int]:
     """``1000,2000`` or ``1000x5``."""
     found: list[int] = []
     for item in text.split(","):

@@ -18,9 +18,10 @@ from furlong.core.payload import Weights
 from furlong.core.weights import BatchNormPolicy, restore
 from furlong.data.augment import Recipe
 from furlong.data.images import ImageSet
-from furlong.nn.encoders import build_encoder
+from furlong.nn.encoders import build_encoder, without_batchnorm
 from furlong.nn.losses import decorrelation
 from furlong.nn.optimisers import LARS
+from furlong.nn.peernorm import group_normed
 from furlong.settings import setting
 
 if TYPE_CHECKING:
@@ -175,6 +176,13 @@ class Optimiser:
         self.torch.step()
         self._losses.append(loss.detach())
 
+    def descend(self, loss_of: Callable[[Batch], Tensor], batch: Batch) -> None:
+        """A step on ``loss_of(batch)``.
+
+        Whoever trains under a privacy budget asks for the loss of single images instead.
+        """
+        self.step(loss_of(batch))
+
     def metrics(self) -> dict[str, float]:
         """Mean loss over the steps taken."""
         return {"loss": float(torch.stack(self._losses).mean())} if self._losses else {}
@@ -269,6 +277,10 @@ class Context:
         encoder = build_encoder(setup.encoder, setup.channels, setup.image_size)
         return encoder if setup.given is None else setup.given.begin(encoder)
 
+    def normed(self, part: nn.Module) -> nn.Module:
+        """``part``, which goes beside the encoder, with group norms where the encoder has them."""
+        return group_normed(part) if without_batchnorm(self.setup.encoder) else part
+
     def network(self, slot: str, build: Callable[[], nn.Module], weights: Weights) -> nn.Module:
         """A module holding a copy of ``weights``, in training mode.
 
@@ -283,13 +295,18 @@ class Context:
     def optimiser(self, *modules: nn.Module) -> Optimiser:
         """An optimiser over the modules' parameters with this round's learning rate."""
         parameters = [p for module in modules for p in module.parameters()]
-        settings = self.setup.optimiser
-        features = self.networks.watch(modules) if settings.decorrelation else None
-        made = Optimiser(parameters, settings, self.learning_rate, features)
+        features = self.networks.watch(modules) if self.setup.optimiser.decorrelation else None
+        made = self.new_optimiser(parameters, features)
         if len(self.optimisers) < len(self.moments):
             made.set_moments(self.moments[len(self.optimisers)])
         self.optimisers.append(made)
         return made
+
+    def new_optimiser(
+        self, parameters: list[nn.Parameter], features: list[Tensor] | None
+    ) -> Optimiser:
+        """What :meth:`optimiser` gives, without moments."""
+        return Optimiser(parameters, self.setup.optimiser, self.learning_rate, features)
 
     @property
     def learning_rate(self) -> float:

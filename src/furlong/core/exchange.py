@@ -166,7 +166,8 @@ def run_client(
     if local.state is not None or stats or moments:
         store.put(ctx.client, pack(kept))
     metrics = {**local.metrics, "images": float(ctx.images_seen)}
-    return Report(ctx.client, ctx.exchange.index, len(ctx.data), upload, metrics)
+    examples = 1 if method.equal_weights else len(ctx.data)
+    return Report(ctx.client, ctx.exchange.index, examples, upload, metrics)
 
 
 def own_statistics(method: Method[Any, Any, Any, U], upload: U) -> tuple[U, Weights]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
@@ -92,6 +92,10 @@ class Method(ABC, Generic[S, C, D, U]):
     needs_labels: ClassVar[bool] = False  # otherwise labels are stripped before a client sees data
     needs_public: ClassVar[bool] = False  # images that the server may see
     pairs_views: ClassVar[bool] = False  # both views go through the encoder in one pass
+    equal_weights: ClassVar[bool] = False  # every client counts as one image, whatever it holds
+    # what a client learns from its images it learns by ``optimiser.descend`` on ``ctx.batches()``
+    # alone, by a loss that is the mean over single images, or makes sense for a few of them
+    decomposes: ClassVar[Literal["no", "records", "groups"]] = "no"
     # settings by section.key that a run has where neither a file nor an option says another; a
     # user who names only the method gets them (how they were chosen: docs/results.md)
     usual: ClassVar[Mapping[str, Any]] = USUAL

@@ -23,7 +23,9 @@ import torch
 from furlong.core.context import Exchange
 from furlong.core.exchange import Failure
 from furlong.core.method import Report
+from furlong.core.noise import secret_from, secret_in
 from furlong.core.payload import PayloadError, pack_tensors, unpack_tensors
+from furlong.core.privacy import Ledger
 from furlong.data import images as data
 from furlong.data.images import ImageSet
 from furlong.data.reading import Reading
@@ -34,6 +36,7 @@ from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import can_fork
 from furlong.errors import FurlongError, describe
 from furlong.files import write_atomically
+from furlong.methods.wrappers.private import Private
 from furlong.runs.config import Config
 from furlong.runs.datasets import skipped
 from furlong.runs.folder import RunFolder
@@ -183,6 +186,7 @@ class Site:
             down = decode(bytearray(whole))
         except PayloadError as error:
             raise Refusal(f"a download that cannot be read: {error}") from None
+        self._spend(header, party, client, exchange, whole)
         turn = f"round {exchange.round + 1}"
         self.say(f"{turn}: {exchange.kind}, {size(len(whole))} received")
         ((_, report),) = engine.exchange(exchange, {client: down})
@@ -297,7 +301,11 @@ class Site:
             sizes = {int(k): int(n) for k, n in (header.get("sizes") or {}).items()}
             own = None if self.own is None else self._images(settings)
             given = {} if fixed is None else unpack_tensors(bytearray(fixed.read_bytes()))[0]
-            party = participate(settings, own, sizes, int(header.get("client", -1)), given)
+            secret = None
+            if settings.privacy.level != "none":  # of this site, and another for every run
+                secret = secret_from(secret_in(self.folder), header["run"])
+            me = int(header.get("client", -1))
+            party = participate(settings, own, sizes, me, given, secret)
             engine = InProcess(
                 party.method,
                 party.federation,
@@ -308,6 +316,29 @@ class Site:
             )
             self._joined = digest, party, engine
         return self._joined[1:]
+
+    def _spend(
+        self,
+        header: Mapping[str, Any],
+        party: Participant,
+        client: int,
+        exchange: Exchange,
+        whole: Any,
+    ) -> None:
+        """Charge the site's own account before training, and refuse to be asked twice."""
+        method = party.method
+        if not isinstance(method, Private):
+            return
+        since = json.dumps(header.get("since"), sort_keys=True).encode()
+        mark = hashlib.sha256(hashlib.sha256(whole).digest() + since).hexdigest()
+        ledger = Ledger(self._run(header))
+        if ledger.marks(exchange.index, client) - {mark}:
+            raise Refusal(
+                f"exchange {exchange.index + 1} was answered already, for other weights: another "
+                "answer would spend the privacy budget twice"
+            )
+        method.require_budget(ledger, party.setup, exchange, [client])
+        ledger.add(exchange.index, [(client, mark, method.release(party.setup, client))])
 
     def _go_back(
         self, store: StateFiles, header: Mapping[str, Any], client: int, exchange: Exchange

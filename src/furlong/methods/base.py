@@ -106,7 +106,11 @@ class OneNetwork(OneModel[None]):
         net = ctx.network("net", lambda: self.network(ctx), down.weights)
         start = {name: p.detach().clone() for name, p in net.named_parameters()}
         optimiser = ctx.optimiser(net)
-        for batch in ctx.batches():
+
+        def loss_of(batch: Batch) -> Tensor:
             loss, penalty = self.loss(net, batch), self.penalty(net, start)
-            optimiser.step(loss if penalty is None else loss + penalty)
+            return loss if penalty is None else loss + penalty
+
+        for batch in ctx.batches():
+            optimiser.descend(loss_of, batch)
         return Local(state, Model(snapshot(net)), optimiser.metrics())

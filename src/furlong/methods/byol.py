@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from furlong.core.context import ClientContext, ServerContext
+from furlong.core.context import Batch, ClientContext, ServerContext
 from furlong.core.method import USUAL
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
@@ -64,7 +64,8 @@ class Byol(Predicting, Averaging[Shared, C]):
         predictor = ctx.network("predictor", lambda: self.new_predictor(ctx), start.predictor)
         target.requires_grad_(False)
         optimiser = ctx.optimiser(online, predictor)
-        for batch in ctx.batches():
+
+        def loss_of(batch: Batch) -> Tensor:
             # one pass per view, so that BatchNorm sees one view at a time, as in BYOL and EasyFL
             v1, v2 = batch.views()
             with torch.no_grad():
@@ -73,7 +74,10 @@ class Byol(Predicting, Averaging[Shared, C]):
             for view, goal in ((v1, t2), (v2, t1))[: 2 if self.symmetric else 1]:
                 z = online(view)
                 losses.append(byol(predictor(z), goal) + self.regulariser(z))
-            optimiser.step(torch.stack(losses).sum())
+            return torch.stack(losses).sum()
+
+        for batch in ctx.batches():
+            optimiser.descend(loss_of, batch)
             ema_(target, online, self.decay)
         nets = Triple(snapshot(online), snapshot(target), snapshot(predictor))
         return nets, optimiser.metrics()

@@ -64,6 +64,7 @@ class FedAE(OneNetwork):
         "Encoder and decoder weights. The decoder turns representations back into images: whoever "
         "gets a representation as well can look at the image. There is no formal privacy guarantee."
     )
+    decomposes = "records"
     usual_augment = "flip"
     usual_small = {"decoder_width": 64}
 
@@ -78,7 +79,7 @@ class FedAE(OneNetwork):
         """Backbone and decoder."""
         setup = ctx.setup
         decoder = Decoder(ctx.width, setup.channels, setup.image_size, self.decoder_width)
-        return chained(backbone=ctx.encoder(), decoder=decoder)
+        return chained(backbone=ctx.encoder(), decoder=ctx.normed(decoder))
 
     def loss(self, net: nn.Module, batch: Batch) -> Tensor:
         """Against the pixels as the encoder sees them, before normalisation."""

@@ -30,6 +30,7 @@ class FedAvg(OneNetwork):
     """Learn the labels; what unsupervised methods are measured against."""
 
     paper = "McMahan et al., AISTATS 2017"
+    decomposes = "records"
     needs_labels = True
     leaves = f"Encoder and classifier weights, never labels. {LABELS_REVEAL}"
     usual_augment = "flip_crop"

@@ -38,6 +38,7 @@ class FedEMA(Byol[State | None]):
     """BYOL; clients blend the global networks into their own instead of taking them over."""
 
     paper = "Zhuang, Wen, Zhang, Divergence-aware Federated Self-Supervised Learning, ICLR 2022"
+    decomposes = "records"
     keeps = "online and target encoder, predictor, last divergence, scale λ"
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
     usual_small = {"projection_head": "mlp:256:128:bn", "prediction_head": "mlp:256:128"}

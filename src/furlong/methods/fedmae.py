@@ -113,6 +113,7 @@ class FedMAE(OneNetwork):
     }
     # in small images a patch is often flat ground, and normalised it would be noise
     usual_small = {"decoder_width": 64, "mask": 0.6, "normalise": False}
+    decomposes = "records"
     usual_augment = "flip"
     remedy = "Try a lower --optimiser.lr or more --rounds: a masked autoencoder learns slowly."
 

@@ -30,6 +30,7 @@ class FedRot(OneNetwork):
     paper = "Gidaris et al. 2018 (RotNet), averaged as in McMahan et al. 2017"
     leaves = f"Encoder and rotation head weights. {WEIGHTS_REVEAL}"
     usual = {**USUAL, "method.mode": "all4"}
+    decomposes = "records"
     usual_augment = "flip_crop"  # colours would only make the task harder
 
     mode: Literal["random", "all4"] = setting(

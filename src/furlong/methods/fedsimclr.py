@@ -30,6 +30,7 @@ class FedSimCLR(Projecting, OneNetwork):
 
     paper = "Chen et al. 2020 (SimCLR), averaged as in McMahan et al. 2017"
     pairs_views = True
+    decomposes = "groups"
     leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
     usual = {**USUAL, "method.temperature": 0.2}
     # SimCLR's own code has a BatchNorm at the end of the projector

@@ -26,6 +26,7 @@ class FedSimSiam(WithPredictor, OneNetwork):
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
     usual = {**USUAL, "optimiser.lr": 0.0005, "train.rounds": 80}  # slowly, or it collapses
     usual_small = {"projection_head": "mlp:256:256:128:bn", "prediction_head": "mlp:256:128"}
+    decomposes = "records"
     remedy = NO_NEGATIVES_REMEDY
 
     # easyfl_proj (no BN at its end) and easyfl_pred to compare with FedU

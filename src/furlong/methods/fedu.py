@@ -55,6 +55,7 @@ class FedU(Byol[State | None]):
         "those of its networks that the global ones do not replace (FedU: target and predictor; "
         "FedBYOL: target), and how far its encoder moved first and last"
     )
+    decomposes = "records"
     leaves = f"Encoder, projector and predictor weights. {WEIGHTS_REVEAL}"
     explains = {
         **Byol.explains,

@@ -28,7 +28,7 @@ class Projecting:
 
     def network(self, ctx: Context) -> nn.Module:
         """Backbone and projector: images B×C×H×W to projections B×d_z."""
-        projection = head(self.projection_head, ctx.width)
+        projection = ctx.normed(head(self.projection_head, ctx.width))
         return chained(backbone=ctx.encoder(), projector=projection)
 
     def width(self, ctx: Context) -> int:
@@ -52,7 +52,7 @@ class Predicting(Projecting):
                 f"numbers, method.projection_head = {self.projection_head} {width}: they must be "
                 "as many."
             )
-        return prediction
+        return ctx.normed(prediction)
 
 
 class WithPredictor(Predicting):

@@ -19,7 +19,7 @@ from furlong.errors import FurlongError, nearest
 from furlong.nn.backbones import CNN5, ResNet, Small, Stem, resnet18, resnet50
 from furlong.nn.efficientnet import EfficientNetLite0
 from furlong.nn.heads import head
-from furlong.nn.peernorm import EARLY, with_early_norm
+from furlong.nn.peernorm import EARLY, EVERYWHERE, group_normed, with_early_norm
 from furlong.nn.sensor import (
     REPRESENTATION_CHANNELS,
     SENSORS,
@@ -59,7 +59,8 @@ def build_encoder(name: str, in_channels: int = 3, image_size: int = 32) -> nn.M
     ``path/to/file.py:factory`` calls the user's own function (or class), with ``in_channels`` and
     ``image_size`` if it has parameters of those names.
 
-    A suffix ``+pn`` or ``+gn`` replaces the first two batch norms (``peernorm.with_early_norm``);
+    A suffix ``+pn`` or ``+gn`` replaces the first two batch norms (``peernorm.with_early_norm``),
+    ``+all_gn`` every one (``peernorm.group_normed``);
     ``rep32_pn+resnet18`` is MFCL's sensor and discriminator (:func:`modular`).
     """
     if name in ENCODERS:
@@ -91,12 +92,20 @@ def _composed(name: str, base: str, last: str, in_channels: int, image_size: int
         return modular(name, in_channels, image_size)
     if "+" in base.rpartition(":")[2]:
         raise FurlongError(f"Encoder {name!r}: only one norm may follow a '+'.")
+    if last == EVERYWHERE:
+        return group_normed(build_encoder(base, in_channels, image_size))
     if last not in EARLY:
         raise FurlongError(
-            f"Encoder {name!r}: no early norm is called {last!r}. {nearest(last, EARLY)} "
+            f"Encoder {name!r}: no early norm is called {last!r}. "
+            f"{nearest(last, [*EARLY, EVERYWHERE])} "
             "A sensor would come first: 'rep32_pn+resnet18'."
         )
     return with_early_norm(build_encoder(base, in_channels, image_size), last)
+
+
+def without_batchnorm(name: str) -> bool:
+    """Whether ``name`` asks for group norms everywhere, in the heads beside the encoder too."""
+    return name.endswith(f"+{EVERYWHERE}")
 
 
 def trunk(name: str, image_size: int) -> nn.Module:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import gcd
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,6 +24,7 @@ Statistics = Literal["pooled", "avg_moments", "eq3_literal"]
 Kind = Literal["pn", "gn", "gn32", "bn", "none"]  # gn32: the groups of MFCL's public code
 
 EARLY: dict[str, Kind] = {"gn": "gn", "pn": "pn"}  # as in ``resnet18+pn``
+EVERYWHERE = "all_gn"  # as in ``resnet18+all_gn``: no batch norm is left, see ``group_normed``
 
 
 def _groups(channels: int, groups: int) -> int:
@@ -217,3 +219,17 @@ def with_early_norm(encoder: nn.Module, kind: str) -> nn.Module:
         parent, _, child = name.rpartition(".")
         setattr(encoder.get_submodule(parent), child, norm(EARLY[kind], norms[name]))
     return encoder
+
+
+def group_normed(module: nn.Module, groups: int = 16) -> nn.Module:
+    """``module`` with a group norm in the place of every batch norm, at any depth.
+
+    Then what the network makes of an image does not depend on the other images of a batch. As many
+    of the ``groups`` as divide the channels; of B×d, groups of features.
+    """
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        channels = module.num_features
+        return nn.GroupNorm(gcd(channels, groups), channels, affine=module.affine)
+    for name, part in module.named_children():
+        setattr(module, name, group_normed(part, groups))
+    return module

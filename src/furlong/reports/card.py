@@ -13,7 +13,7 @@ from furlong.core.payload import by_field
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.reports.page import ENCODERS
-from furlong.reports.parts import traffic
+from furlong.reports.parts import budget, traffic
 from furlong.reports.rendering import render
 from furlong.reports.tables import by_encoder
 from furlong.runs.cost import sent_by, without_data
@@ -51,6 +51,7 @@ def write(
         "rule": _rule(run.settings.get("server", {})),
         "columns": by_encoder(run.finished.results)[0],
         "results": list(_results(run.finished)),
+        "budget": budget(run.finished.privacy) if run.finished.privacy else None,
         "since": list(_since(run.evaluations)),
         "traffic": traffic(run.lines()) if federated else None,
         "fields": _fields(run, about) if federated else None,

@@ -83,6 +83,9 @@ def build(
         "method": METHODS.get(record.method),
         "traffic": parts.traffic(lines) if record.sends else None,
         "failures": parts.failures(lines),
+        "budget": parts.budget(record.summary.privacy)
+        if record.summary and record.summary.privacy
+        else None,
         "pictures": pictures,
     }
     write_file(run / "report.html", render("report.html.jinja", contents).encode())
@@ -222,6 +225,13 @@ def _curves(run: MeasuredRun, lines: Sequence[Line]) -> Iterator[Drawing]:
             "quartiles, and 5 and 95 %. 0° means that the clients' encoders agree. Median at "
             f"first {first[2]:.1f}°, at last {last[2]:.1f}°.",
             "angles",
+        )
+    if spent := _points(lines, "epsilon"):
+        yield Drawing(
+            figures.curves({"ε": spent}, "ε spent", from_zero=True),
+            f"The privacy budget spent so far, by whom most was released of. Last: "
+            f"{spent[-1][1]:.3g}.",
+            "epsilon",
         )
     if run.sends and lines:
         sent = {way: _sum_up(lines, f"bytes_{way}") for way in ("up", "down")}

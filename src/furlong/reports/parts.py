@@ -68,6 +68,35 @@ def explained(methods: Iterable[str], name: str) -> str:
     return next((words[name] for words in known if name in words), "As the method logs it.")
 
 
+def budget(spent: Mapping[str, Any]) -> list[str]:
+    """What a run under a privacy budget guarantees, and what not: the summary's ``privacy``."""
+    low, high = (f"{noise:.3g}" for noise in spent["noise"])
+    how = {
+        "record": "Gradients of single images"
+        + (f" (groups of {spent['group']})" if spent["group"] > 1 else ""),
+        "client": "Updates of whole clients",
+    }[spent["level"]]
+    says = [
+        f"(ε, δ)-differential privacy with ε = {spent['epsilon']:.3g} and δ = {spent['delta']:.2g} "
+        f"protects {spent['unit']}.",
+        f"{how} were cut to the length {spent['clip']:g} and got Gaussian noise of "
+        f"{low if low == high else f'{low} to {high}'} times that length, added at the "
+        f"{spent['noise_at']}; at most {spent['releases']} rounds were released of a client. The "
+        f"noise on a mean update was about {spent['ratio']:.3g} times its longest possible length.",
+        "The budget covers the weights that clients sent and all that is made of them, this "
+        "encoder too. It does not cover who took part, how many images each client has, failures "
+        "and times, nor accuracies and figures that were measured on the clients' images.",
+    ]
+    if spent["noise_at"] == "clients" and spent["level"] == "client":
+        says.append("Against the server it holds only with secure aggregation.")
+    if spent["noise_from"] == "seed":
+        says.append(
+            "The noise was made from the run's seed, for an experiment: whoever knows the seed can "
+            "take it away, so nobody is protected."
+        )
+    return says
+
+
 def over_labels(results: Iterable[Result], who: str) -> dict[float, float]:
     """Share of the labels -> accuracy of the linear probe on ``who``'s features."""
     found = {}

@@ -15,6 +15,7 @@ import tomli_w
 from furlong.core.aggregation import ServerSettings
 from furlong.core.context import OptimiserSettings
 from furlong.core.method import AnyMethod, Method
+from furlong.core.privacy import PrivacySettings
 from furlong.core.secure.settings import SecureSettings
 from furlong.data.reading import Reading
 from furlong.errors import FurlongError, nearest
@@ -148,8 +149,10 @@ class ModelSettings:
         short="encoder",
         table=True,
     )
-    early_norm: Literal["bn", "gn", "pn"] = setting(
-        "bn", "Normalisation after the first two convolutions."
+    early_norm: Literal["bn", "gn", "pn", "all_gn"] = setting(
+        "bn",
+        "Normalisation after the first two convolutions; all_gn: group norms instead of every "
+        "BatchNorm, in the heads too.",
     )
     init: str | None = setting(
         None,
@@ -361,6 +364,7 @@ class Config:
     optimiser: OptimiserSettings = field(default_factory=OptimiserSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     secure: SecureSettings = field(default_factory=SecureSettings)
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
     evaluate: EvaluateSettings = EvaluateSettings()
     run: RunSettings = RunSettings()
     flower: FlowerSettings = FlowerSettings()

@@ -17,7 +17,7 @@ from furlong.core.federation import Federation
 from furlong.core.payload import Traffic, traffic
 from furlong.runs.config import Config, from_tree
 from furlong.runs.nodes import Members
-from furlong.runs.parties import setup_of, wrapped
+from furlong.runs.parties import check_privacy, setup_of, wrapped
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def without_data(
     settings: Config, sizes: dict[int, int], channels: int = 3, image_size: int = 32
 ) -> AnyServer:
     """The server of a run whose clients hold ``sizes`` images, for predicting what is sent."""
+    check_privacy(settings)
     members = Members(sizes, channels)
     federation = Federation.of(members.images(image_size, classes=10), members.split())
     method = wrapped(settings.make_method(), settings, len(sizes))

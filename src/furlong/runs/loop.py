@@ -23,6 +23,7 @@ from furlong.core.weights import snapshot
 from furlong.engines.blobs import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Images
+from furlong.methods.wrappers.private import budgeted
 from furlong.nn.encoders import build_encoder
 from furlong.runs import checkpoint, config, observers, plane, trackers
 from furlong.runs.config import Config
@@ -198,6 +199,9 @@ def _train(
         weights = snapshot(next(iter(learnt.values())))
         engine.finish(pack_tensors(weights, {"about": json.dumps(about(prepared))}))
     summary = _summary(prepared, totals, state)
+    if (budget := budgeted(prepared.method)) is not None:
+        last = server.context(server.exchanges()[-1])
+        summary["privacy"] = budget.statement(prepared.setup, last)
     summary |= _measured(prepared, {untrained(prepared.config): random, **learnt}, state)
     if prepared.config.model.adapter != "none":
         folder.save_weights("adapter", adapter(prepared, state))

@@ -86,17 +86,19 @@ def participate(
     sizes: dict[int, int],
     me: int = -1,
     fixed: Weights | None = None,
+    secret: bytes | None = None,
 ) -> Participant:
     """A client's view: of ``own`` images, or of the part that the run's partition gives it.
 
     ``sizes``: of all clients, if they bring their own images; ``me`` is this one's number.
     ``fixed``: the encoder's tensors that no exchange carries; without them only sizes are right.
+    ``secret``: what this client makes the noise of a privacy budget from.
     """
     if own is None:
         train = load_data(settings)[0]
         split = split_data(settings, train)
     else:
         train, split = own, Members(sizes, own.channels).split(me)
-    method, federation = parties(settings, train, split)
+    method, federation = parties(settings, train, split, secret)
     setup = setup_of(settings, method, federation, fixed)
     return Participant(method, federation, setup, fingerprint(train, split))

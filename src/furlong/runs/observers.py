@@ -311,6 +311,7 @@ class Status:
     round: int
     loss: float | None
     knn: float | None
+    epsilon: float | None  # of the privacy budget spent so far
     images_per_second: float
     bytes_up: int
     bytes_down: int
@@ -327,6 +328,7 @@ class Status:
             line["round"],
             line.get("loss"),
             line["knn"],
+            line.get("epsilon"),
             line["images_per_second"],
             int(totals["bytes_up"]),
             int(totals["bytes_down"]),

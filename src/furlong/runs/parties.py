@@ -14,21 +14,31 @@ from furlong.core.exchange import cohort_size
 from furlong.core.federation import Federation
 from furlong.core.given import Given
 from furlong.core.method import AnyMethod
+from furlong.core.noise import secret_from
 from furlong.core.payload import Weights
 from furlong.data.augment import preset
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition
 from furlong.errors import FurlongError
 from furlong.methods.wrappers.alone import Alone
+from furlong.methods.wrappers.private import PrivateClients, PrivateRecords
 from furlong.methods.wrappers.ruled import Ruled
 from furlong.nn.devices import pick_device
 from furlong.nn.encoders import build_encoder, evaluating, out_dim
 from furlong.runs.config import Config
+from furlong.runs.datasets import SITES
 from furlong.runs.split import left_out
 
+STREAMED = ("mean", "momentum", "adam")  # rules that need no more than the mean of the answers
 
-def parties(settings: Config, train: ImageSet, split: Partition) -> tuple[AnyMethod, Federation]:
-    """The method, as bounds and server rules wrap it, and who holds which images."""
+
+def parties(
+    settings: Config, train: ImageSet, split: Partition, secret: bytes | None = None
+) -> tuple[AnyMethod, Federation]:
+    """The method, as bounds, server rules and a budget wrap it, and who holds which images.
+
+    ``secret``: what the noise of a privacy budget is made from, where something is trained.
+    """
     height, width = train.size
     if height != width:
         raise FurlongError(
@@ -37,17 +47,20 @@ def parties(settings: Config, train: ImageSet, split: Partition) -> tuple[AnyMet
     federation, method = Federation.of(train, split), settings.make_method()
     if method.needs_labels and train.labels is None:
         raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
+    check_privacy(settings)
     if settings.run.bound == "pooled":
-        return method, federation.pooled()
+        return private(method, settings, secret), federation.pooled()
     if settings.run.bound == "single":
         return Alone(method), federation
     if (client := left_out(settings, train, split)) is not None:
         federation = federation.without(client)
-    return wrapped(method, settings, len(federation.rows)), federation
+    return wrapped(method, settings, len(federation.rows), secret), federation
 
 
-def wrapped(method: AnyMethod, settings: Config, clients: int) -> AnyMethod:
-    """The method under the server's rule, and under masks if the run asks for them.
+def wrapped(
+    method: AnyMethod, settings: Config, clients: int, secret: bytes | None = None
+) -> AnyMethod:
+    """The method under the server's rule, its privacy budget, and masks, if the run has them.
 
     Masks are outermost: what a wrapper inside does to an upload is done before it is masked.
     """
@@ -55,6 +68,7 @@ def wrapped(method: AnyMethod, settings: Config, clients: int) -> AnyMethod:
     if settings.server.rule != "mean":
         settings.server.check_cohort(size)
         method = Ruled(method, settings.server)
+    method = private(method, settings, secret)
     return _secured(method, settings, size) if settings.secure.sums else method
 
 
@@ -73,6 +87,14 @@ def _secured(method: AnyMethod, settings: Config, size: int) -> AnyMethod:
         "clients"
         if settings.evaluate.angles
         else "",
+        "privacy.noise_at = server": "the server cuts single clients' updates before it adds "
+        "noise; with --privacy.noise-at clients they do both"
+        if settings.privacy.level == "client" and settings.privacy.noise_at == "server"
+        else "",
+        "a privacy budget across machines": "a site's own account of what was spent needs to see "
+        "which weights it was sent, and that part is not built"
+        if settings.privacy.level != "none" and settings.run.engine == "flower"
+        else "",
         f"flower.encoding = {encoding}": "masked numbers are random ones, which cannot be rounded"
         if encoding != "exact"
         else "",
@@ -87,6 +109,49 @@ def _secured(method: AnyMethod, settings: Config, size: int) -> AnyMethod:
     from furlong.methods.wrappers.secured import Secured  # imports cryptography
 
     return Secured(method, settings.secure, settings.train.fraction)
+
+
+def private(method: AnyMethod, settings: Config, secret: bytes | None = None) -> AnyMethod:
+    """The method under its privacy budget, if it has one."""
+    level = settings.privacy.level
+    if level == "none":
+        return method
+    if settings.privacy.noise_from == "seed":
+        secret = secret_from(settings.run.seed)
+    kind = PrivateClients if level == "client" else PrivateRecords
+    train = settings.train
+    return kind(method, settings.privacy, train.fraction, train.min_clients, secret)
+
+
+def check_privacy(settings: Config) -> None:
+    """Refuse what no privacy budget covers."""
+    level, bound, rule = settings.privacy.level, settings.run.bound, settings.server.rule
+    if level == "none":
+        return
+    if bound == "single":
+        raise FurlongError(
+            f"privacy.level = {level} with bound = single: nothing leaves a client there. Leave "
+            "one of them out."
+        )
+    if level == "record":
+        return
+    if bound == "pooled":
+        raise FurlongError(
+            "privacy.level = client with bound = pooled: there is one client, and its data is all "
+            "there is to learn from. Use level record."
+        )
+    if rule not in STREAMED:
+        raise FurlongError(
+            f"privacy.level = client with server.rule = {rule}: the noise is made for a sum of "
+            f"clipped updates, and this rule picks or weighs single ones. Use "
+            f"{', '.join(STREAMED)}."
+        )
+    if settings.data.name == SITES:
+        raise FurlongError(
+            "privacy.level = client with data = sites: every node tells how many images it holds, "
+            "and all are told, which the budget does not cover. Use level record, for which these "
+            "numbers are public."
+        )
 
 
 def setup_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from secrets import token_bytes
 
 import torch
 
@@ -13,6 +14,7 @@ from furlong.core.exchange import AnyServer, Server
 from furlong.core.federation import Federation
 from furlong.core.guard import Guard
 from furlong.core.method import AnyMethod
+from furlong.core.noise import secret_in
 from furlong.core.outliers import USUAL
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition
@@ -85,6 +87,20 @@ class Prepared:
         return True
 
 
+def _secret(settings: Config, training: bool, saved: Path | None) -> bytes | None:
+    """What the noise of a privacy budget is made from; the server's folder keeps it."""
+    if settings.privacy.level == "none" or not training:
+        return None
+    if settings.run.out is None:  # nothing can go on later
+        return token_bytes(32)
+    return secret_in(_server_folder(settings.run.out), saved is not None and saved.exists())
+
+
+def _server_folder(out: str) -> Path:
+    """Room for what is gone when the run has finished."""
+    return Path(out) / "server"
+
+
 def workers(settings: Config, device: torch.device) -> int:
     """Worker processes, and threads for evaluation: as given, else as many as make sense."""
     return settings.run.workers or default_workers(device)
@@ -108,7 +124,7 @@ def prepare(
     else:
         train, split = members.images(own_size(settings)), members.split()
         test, notes = None, ["the images stay on the nodes: no accuracy will be measured"]
-    method, federation = parties(settings, train, split)
+    method, federation = parties(settings, train, split, _secret(settings, training, saved))
     if members is not None:
         _refuse_without_images(settings, method)
         settings = replace(settings, data=replace(settings.data, partition=SITES))
@@ -127,7 +143,7 @@ def prepare(
         load_public(settings, train) if training and settings.data.public else None,
         settings.train.fraction,
         Guard(sizes=setup.sizes, outlier=_outlier(settings)),
-        folder=Path(settings.run.out) / "server" if settings.run.out else None,
+        folder=_server_folder(settings.run.out) if settings.run.out else None,
         min_clients=settings.train.min_clients,
     )
     notes += _notes(settings, method, setup, training)

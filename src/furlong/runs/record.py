@@ -29,7 +29,7 @@ NEEDED = ("method.name", "data.name", "data.partition", "model.encoder", "train.
           "evaluate.k", "run.seed")  # fmt: skip
 
 EVERY_RUN = ("exchange", "round", "loss", "knn", "seconds", "images_per_second", "images",
-             "bytes_up", "bytes_down", *QUALITY)  # fmt: skip
+             "bytes_up", "bytes_down", "epsilon", *QUALITY)  # fmt: skip
 """What a line of metrics.jsonl has whatever the method is."""
 
 
@@ -87,6 +87,7 @@ class Summary:
     failures: int | None = None
     quality: list[Features] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
+    privacy: dict[str, Any] | None = None  # what was spent of a privacy budget
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class Wrapping(Method[S, Any, Any, Any]):
     needs_public = _inner("needs_public")
     pairs_views = _inner("pairs_views")
     unit_rows = _inner("unit_rows")
+    decomposes = _inner("decomposes")
+    equal_weights = _inner("equal_weights")
     usual_augment = _inner("usual_augment")
     leaves = _inner("leaves")
     singles = _inner("singles")

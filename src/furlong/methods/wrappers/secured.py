@@ -189,7 +189,7 @@ class Secured(Wrapping[State]):
         upload, own = own_statistics(self.inner, local.upload)
         tensors = self._spread(flatten(upload)[0])
         layout = Layout(dict(sorted(tensors.items())), down.bits, self.settings.bound)
-        vector = layout.encode(tensors, len(ctx.data), local.metrics.get("loss"))
+        vector = layout.encode(tensors, self._weight(ctx.setup, ctx.client), local.metrics.get("loss"))
         return replace(state, inner=local.state, begun=True, stats={**state.stats, **own}), vector
 
     # ------------------------------------------------------------ the server
@@ -288,15 +288,19 @@ class Secured(Wrapping[State]):
 
     # ------------------------------------------------------------ parts of the server's half
 
+    def _weight(self, setup: Setup, client: int) -> int:
+        """What a client's numbers count for in the mean: its images, or one."""
+        return 1 if self.inner.equal_weights else setup.sizes[client]
+
     def _begin(self, server: State, adverts: Weights, ctx: ServerContext) -> State:
         """Draw the graph of those who sent keys."""
-        sizes, clients = ctx.setup.sizes, sorted(map(int, adverts))
+        setup, clients = ctx.setup, sorted(map(int, adverts))
         named = ctx.exchange.clients
-        asked = cohort_size(len(sizes), self.fraction) if named is None else len(named)
+        asked = cohort_size(len(setup.sizes), self.fraction) if named is None else len(named)
         if not clients:
             return self._next(server, None, 0, ctx)
         graph = drawn(clients, asked, self.settings)
-        bits = fraction_bits(sum(sizes[k] for k in clients), self.settings.bound)
+        bits = fraction_bits(sum(self._weight(setup, k) for k in clients), self.settings.bound)
         facts = (asked, graph.ring, graph.degree, graph.threshold, bits)
         return self._next(server, Round(*facts, adverts, {}, {}, (), {}), len(clients), ctx)
 
@@ -333,7 +337,7 @@ class Secured(Wrapping[State]):
         try:
             protocol.unmask(total, now.graph, number, adverts, now.alive, shares)
             found = layout.decode(total)
-            images = sum(ctx.setup.sizes[client] for client in now.alive)
+            images = sum(self._weight(ctx.setup, client) for client in now.alive)
             _check_sum(found, images, layout.bound)
         except ProtocolError as error:
             return self._give_up(server, str(error), ctx)
