@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from furlong.core.federation import Federation
 from furlong.core.guard import Guard
 from furlong.core.method import AnyMethod, Local, Report
 from furlong.core.payload import Weights, flatten, pack, unpack
+from furlong.core.privacy import Ledger, PrivacySettings
 from furlong.core.secure import primitives, protocol
 from furlong.core.secure.settings import SecureSettings
 from furlong.data.images import ImageSet
@@ -27,6 +29,7 @@ from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.methods.base import Averaging, Model
+from furlong.methods.wrappers.private import PrivateClients
 from furlong.methods.wrappers.ruled import Ruled
 from furlong.methods.wrappers.secured import PHASES, Secured
 from furlong.runs.cost import predict, without_data
@@ -165,6 +168,35 @@ def test_a_run_gives_what_the_plain_run_gives(carry: Any, policy: Any, rule: Any
         alike(kept.state.weights, own.inner.weights)
         alike(kept.stats, own.stats)
         assert own.secrets is None  # what belonged to the round is gone
+
+
+@dataclass(frozen=True)
+class Moving(Drifting):
+    """The same without statistics, which no budget covers."""
+
+    def init_server(self, ctx: ServerContext) -> Model:
+        return Model({"w": super().init_server(ctx).weights["w"]})
+
+    def local_update(self, state: Model, down: Model, ctx: ClientContext) -> Local[Model, Model]:  # noqa: ARG002
+        return Local(state, Model({"w": down.weights["w"] + torch.randn(SIZE)}), {"loss": 1.0})
+
+
+def test_noise_that_clients_add_is_under_the_masks_and_all_count_the_same(
+    carry: Any, tmp_path: Path
+) -> None:
+    settings = PrivacySettings(level="client", noise=1.0, noise_at="clients", noise_from="seed")
+    noisy = PrivateClients(Moving(), settings, 1.0, 3, b"x" * 32)
+    runs = [
+        carry(method, folder=tmp_path / name)
+        for name, method in (("plain", noisy), ("masked", secured(noisy)))
+    ]
+    plain, masked = (seen.weights() for seen in runs)
+    torch.testing.assert_close(plain["w"], masked["w"], rtol=0, atol=1e-6)
+    spent = [Ledger(tmp_path / name).epsilon(1e-5) for name in ("plain", "masked")]
+    assert spent[0] == spent[1] > 0
+    # with a loss and the number of its images nobody is told anything of a client but the sum
+    assert all(not report.metrics.get("loss") for _, report in runs[1].reports)
+    assert {report.examples for _, report in runs[1].reports} == {1}
 
 
 @pytest.mark.parametrize("phase", PHASES)

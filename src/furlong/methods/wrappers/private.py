@@ -115,7 +115,7 @@ class Private(Wrapping[Any]):
         """The δ of the run."""
         return self.privacy.delta_of(self.units(setup))
 
-    def asked(self, setup: Setup, exchange: Exchange) -> list[int]:
+    def cohort_of(self, setup: Setup, exchange: Exchange) -> list[int]:
         """The clients of an exchange."""
         return draw_cohort(setup.seed, exchange, sorted(setup.sizes), self.fraction)
 
@@ -141,7 +141,7 @@ class Private(Wrapping[Any]):
                 "the rest choose another method."
             )
         parameters = sum(count for _, _, count, _ in parts(upload))
-        visits, cohort = self.visits(setup), self.asked(setup, first)
+        visits, cohort = self.visits(setup), self.cohort_of(setup, first)
         releases = {k: (self.release(setup, k), n) for k, n in visits.items() if n}
         delta = self.delta(setup)
         whole = {Release(r.sampling, r.noise, n * r.count) for r, n in releases.values()}
@@ -299,7 +299,7 @@ class PrivateClients(Private):
         if self.privacy.noise_at == "clients":
             stream = self._stream("share", ctx.client, ctx.exchange.index, digest(move))
             share = self.release(ctx.setup, ctx.client).noise * self.privacy.clip
-            asked = len(self.asked(ctx.setup, ctx.exchange))  # a small cohort must be complete
+            asked = len(self.cohort_of(ctx.setup, ctx.exchange))  # a small cohort must be complete
             share /= math.sqrt(min(self.min_clients, asked))
             move = {name: m + share * stream.normal(m.shape) for name, m in move.items()}
         sent = {name: (base[name].double() + m).to(base[name].dtype) for name, m in move.items()}
@@ -307,7 +307,7 @@ class PrivateClients(Private):
 
     def aggregate(self, server: Any, reports: Iterable[Report[Any]], ctx: ServerContext) -> Any:
         """The inner method gets one answer: the noisy mean, as if one client had sent it."""
-        asked = self.asked(ctx.setup, ctx.exchange)
+        asked = self.cohort_of(ctx.setup, ctx.exchange)
         if not asked:
             return self.inner.aggregate(server, reports, ctx)
         ledger, release = Ledger(ctx.workspace()), self.release(ctx.setup, asked[0])
@@ -458,7 +458,7 @@ class PrivateRecords(Private):
 
     def aggregate(self, server: Any, reports: Iterable[Report[Any]], ctx: ServerContext) -> Any:
         """As the method does, by any rule: what clients sent needs no more protection."""
-        asked = self.asked(ctx.setup, ctx.exchange)
+        asked = self.cohort_of(ctx.setup, ctx.exchange)
         ledger = Ledger(ctx.workspace())
         self.require_budget(ledger, ctx.setup, ctx.exchange, asked)
         # an answer that was lost on its way, or refused, may have been seen by somebody

@@ -189,7 +189,8 @@ class Secured(Wrapping[State]):
         upload, own = own_statistics(self.inner, local.upload)
         tensors = self._spread(flatten(upload)[0])
         layout = Layout(dict(sorted(tensors.items())), down.bits, self.settings.bound)
-        vector = layout.encode(tensors, self._weight(ctx.setup, ctx.client), local.metrics.get("loss"))
+        weight = self._weight(ctx.setup, ctx.client)
+        vector = layout.encode(tensors, weight, local.metrics.get("loss"))
         return replace(state, inner=local.state, begun=True, stats={**state.stats, **own}), vector
 
     # ------------------------------------------------------------ the server
