@@ -222,3 +222,14 @@ def test_evaluating_puts_mixed_flags_back_even_after_an_error() -> None:
         module(torch.zeros(2, 3))
     assert [part.training for part in module.modules()] == flags
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("name", ["small", "resnet18"])
+def test_with_group_norms_everywhere_an_image_is_by_itself(name: str) -> None:
+    """Nothing is left that depends on the others of a batch, or keeps anything of them."""
+    encoder = build_encoder(f"{name}+all_gn", 3, 16)
+    assert encoder.state_dict().keys() == dict(encoder.named_parameters()).keys()
+    images = torch.randn(3, 3, 16, 16)
+    together, alone = encoder(images), encoder(images[1:2])
+    assert torch.allclose(together[1:2], alone, atol=1e-5)
+    assert build_encoder(name, 3, 16).state_dict().keys() > encoder.state_dict().keys()
