@@ -26,6 +26,7 @@ from furlong.runs import initial, loop
 from furlong.runs.cost import flows
 from furlong.runs.prepare import Prepared, prepare
 from furlong.runs.record import RunRecord
+from furlong.words import size
 
 
 def weights(name: str = "small", channels: int = 3, size: int = 16) -> dict[str, Tensor]:
@@ -365,6 +366,10 @@ def test_from_the_command_line(furlong_: Call, source: str) -> None:
     statistics = sum(t.nbytes for name, t in weights().items() if is_buffer(name))
     assert before["buffers"] - up["buffers"] == 2 * statistics  # of two clients
     assert up["params"] < before["params"] / 2
+    every = sum(t.nbytes for t in weights().values())
+    told = furlong_("cost", "--init", source, "--model.adapter", "lora:2", *small, "--sizes", "9,9")
+    words = f"What stays as it is ({size(every)}) is in no exchange"
+    assert " ".join(words.split()) in " ".join(told.out.split())
 
 
 def test_positions_of_a_transformer_follow_the_images(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from furlong.cli.options import with_settings
 from furlong.core.payload import Traffic
 from furlong.errors import FurlongError
 from furlong.runs import config
-from furlong.runs.cost import Channel, Cost, predict, without_data
+from furlong.runs.cost import Channel, Cost, predict, sent_once, without_data
 from furlong.runs.prepare import prepare
 from furlong.words import size
 
@@ -94,6 +94,11 @@ def cost(
         f"{size(whole.total)} in all, {size(each)} per client. A report's own numbers (images, "
         "loss) come on top, some bytes each."
     )
+    if once := sent_once(server.setup):
+        console.print(
+            f"What stays as it is ({size(once)}) is in no exchange; across machines every node "
+            "gets it once, before the first."
+        )
     if resolved.secure.sums:
         console.print(
             "Under masks a client's number takes 8 bytes on its way up instead of 4, and a round "

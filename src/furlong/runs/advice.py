@@ -132,7 +132,7 @@ def _suggested(found: dict[str, Any], parts: list[Part]) -> dict[str, Any]:
     rounds = min(MOST_ROUNDS, max(20, math.ceil(STEPS / middle)))
     pixels = found["images"] * usual.data.channels * size * size
     return {
-        "method": {"value": METHOD, "reason": "gained most of the methods tried on 5,000 images"},
+        "method": {"value": METHOD, "reason": "gained most of the methods tried on small sets"},
         "image_size": {"value": size, "reason": size_why},
         "encoder": {"value": encoder, "reason": encoder_why},
         "augment": {

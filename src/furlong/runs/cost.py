@@ -11,10 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from furlong.core.context import Exchange
+import torch
+
+from furlong.core.context import Exchange, Setup
 from furlong.core.exchange import AnyServer, Server, expected_upload
 from furlong.core.federation import Federation
 from furlong.core.payload import Traffic, traffic
+from furlong.nn.encoders import build_encoder
 from furlong.runs.config import Config, from_tree
 from furlong.runs.nodes import Members
 from furlong.runs.parties import check_privacy, setup_of, wrapped
@@ -133,3 +136,13 @@ def sent_by(server: AnyServer) -> dict[str, dict[str, Any]]:
                 found.setdefault(f"{exchange.kind}, later", flow)
         state = made.outline(state, server.clients, ctx)
     return found
+
+
+def sent_once(setup: Setup) -> int:
+    """Bytes of the encoder's fixed tensors, which no exchange carries and every node needs."""
+    if setup.given is None:
+        return 0
+    with torch.random.fork_rng(devices=[]):
+        encoder = build_encoder(setup.encoder, setup.channels, setup.image_size)
+    every = encoder.state_dict()
+    return sum(every[name].nbytes for name in setup.given.fixed(encoder))

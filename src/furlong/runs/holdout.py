@@ -27,7 +27,13 @@ def hold_out(images: ImageSet, settings: Config) -> tuple[Tensor, Tensor, str]:
     order = shuffled(len(images), seed, "holdout")
     cut = max(1, int(SHARE * len(images)))
     if data.validation and data.test_images:
-        cut = min(data.test_images, len(images) - 1)
+        cut = data.test_images
+        if cut > len(images) // 2:
+            raise FurlongError(
+                f"data.test_images is {cut:,}, and with data.validation that many of the "
+                f"{len(images):,} training images are held out: more would be tested on than "
+                "trained on. Take at most half, or raise --data.images."
+            )
     why = "data.validation" if data.validation else "no test split"
     if images.patients is None or data.holdout_by == "image":
         return order[:cut], order[cut:], f"{why}: {cut} random images are {HELD_OUT}"
