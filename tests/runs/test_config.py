@@ -63,7 +63,7 @@ def test_unknown_names_are_errors_with_the_nearest_valid_one(
 def test_short_options_are_those_of_the_command() -> None:
     assert set(config.SHORT) < set(inspect.signature(run).parameters)
     given = {"strict": "yes", "engine": "inprocess", "bound": "single", "insecure": "yes"}
-    given["method"] = "fedema"
+    given |= {"method": "fedema", "secure": "yes"}
     for short, dotted in config.SHORT.items():
         value = given.get(short, "2" if short != "fraction" else "0.5")
         more = {"run.engine": "flower"} if short == "superlink" else {}
