@@ -117,23 +117,24 @@ def test_without_images_that_were_not_seen_there_is_no_audit(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "options", "attack"),
+    ("method", "options", "second"),
     [
-        ("fcl", {"method.encoding": "none"}, "linking"),
-        ("fedca", {"method.dict_upload": "full"}, "linking"),
-        ("mfcl", {"rounds": 4}, "decoding"),
-        ("mfcl", {"rounds": 4, "method.refresh": "per_epoch"}, "decoding"),
+        ("fcl", {"method.encoding": "none"}, "inversion"),
+        ("fcl", {}, "inversion"),
+        ("fedca", {"method.dict_upload": "full"}, "inversion"),
+        ("mfcl", {}, "decoding"),
+        ("mfcl", {"method.refresh": "per_epoch"}, "decoding"),
     ],
 )
-def test_features_of_images_are_found_out(
-    method: str, options: dict[str, Any], attack: str, tmp_path: Path, monkeypatch: Any
+def test_features_of_images_are_attacked(
+    method: str, options: dict[str, Any], second: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(sharing, "STEPS", 5)
     folder = trained(tmp_path / "run", method, **options)
-    found = auditing.audit(folder, auditing.Ask(40, only=("features", "gradient", "upload")))
-    (one,) = (each for each in found.findings if each.attack.name == attack)
-    assert one.found, one
+    found = auditing.audit(folder, auditing.Ask(20, only=("features", "gradient")))
+    assert [each.attack.name for each in found.findings] == ["linking", second]
     assert "gradient" in {each["target"] for each in found.not_tried}
+    assert found.about["sent"]["proof"]
 
 
 @pytest.mark.slow

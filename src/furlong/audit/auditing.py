@@ -73,6 +73,10 @@ class Audit:
         """Note what is not attacked, and why."""
         self.not_tried += [{"target": target, "reason": reason} for target in targets]
 
+    def leave_out(self, ask: Ask) -> None:
+        """Note what was not asked for."""
+        self.leave([target for target in TARGETS if target not in ask.only], "left out by --only")
+
     def report(self) -> dict[str, Any]:
         """As audit.json has it."""
         rows = [finding.asdict() for finding in self.findings]
@@ -90,7 +94,9 @@ def audit(
     given = dict(overrides or {})
     if place.is_file():
         with threads():
-            return _of_file(place, ask, given, tell, say)
+            made = _of_file(place, ask, given, tell, say)
+        made.leave_out(ask)
+        return made
     for name in given:
         if not config.is_place(config.full_name(name)):
             raise FurlongError(
@@ -100,6 +106,7 @@ def audit(
     folder = RunFolder.open(place)
     with folder.locked(), threads():
         made = _of_run(folder.record, ask, given, tell, say)
+        made.leave_out(ask)
         folder.write(FILE, made.report())
     return made
 

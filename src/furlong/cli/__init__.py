@@ -35,6 +35,7 @@ def application(chosen: str | None = None) -> App:
     app = App(
         name="furlong",
         version=_version,
+        version_format="plaintext",  # two lines
         suppress_keyboard_interrupt=False,  # main says how to go on
         help="Learn one image encoder from many parties that cannot share their images.",
     )
