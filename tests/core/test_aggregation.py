@@ -547,8 +547,8 @@ def test_wrappers_pass_everything_on() -> None:
     everything = {name for name in vars(Method) if not name.startswith("_")}
     for wrapper, own in ((Ruled, set()), (Alone, {"outline", "caution"})):  # it sends nothing
         same = {n for n in everything if getattr(wrapper, n) is getattr(Method, n)}
-        # the first five are asked of the class, and bn_stats is a field
-        assert same == {"paper", "keeps", "leaves", "usual", "usual_small", "bn_stats", *own}
+        # the first four are asked of the class, and bn_stats is a field
+        assert same == {"paper", "keeps", "usual", "usual_small", "bn_stats", *own}
 
     @dataclass(frozen=True)
     class Scoring(FedSimCLR):

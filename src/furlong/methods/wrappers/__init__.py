@@ -55,6 +55,11 @@ class Wrapping(Method[S, Any, Any, Any]):
         """As the method plans."""
         return self.inner.plan(setup)
 
+    def asked(self, server: S, cohort: list[int], ctx: ServerContext) -> list[int]:
+        """As the method says, by the first client's server if there is one for each."""
+        first = min(ctx.setup.sizes)
+        return self.inner.asked(self.state_of(server, first), cohort, self.seen_by(ctx, first))
+
     def advice(self, setup: Setup) -> list[str]:
         """The method's."""
         return self.inner.advice(setup)
