@@ -91,6 +91,24 @@ def hello(**changed: Any) -> dict[str, Any]:
     return {**question("ab" * 16, told(tiny("fedsimclr"))), "kind": "hello", **changed}
 
 
+def work(**changed: Any) -> dict[str, Any]:
+    """A question to client 0."""
+    return {
+        **hello(),
+        "kind": "work",
+        "client": 0,
+        "exchange": {"round": 0, "index": 0},
+        "slice": 0,
+        "slices": 1,
+        "seconds": 10.0,
+        "oldest": 0,
+        "encoding": "exact",
+        "slice_bytes": 1000,
+        "sizes": None,
+        **changed,
+    }
+
+
 def draw_scans(tmp_path: Path) -> Path:
     """Three sites' folders of different sizes."""
     images = shapes(60, size=16, seed=3).pixels.permute(0, 2, 3, 1).numpy()

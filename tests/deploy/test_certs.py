@@ -273,3 +273,18 @@ def test_a_revoked_key_stays_revoked(made: Path) -> None:
     certs.make_certs(made, nodes=["hospital-b"])  # a new key
     certs.revoke_node(made, "hospital-b")
     assert len(list((made / "server/revoked").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "listen"),
+    [
+        (["127.0.0.1"], "127.0.0.1"),
+        (["localhost", "::1"], "127.0.0.1"),
+        (["a.org", "::1"], "0.0.0.0"),
+    ],
+)
+def test_a_server_of_this_machine_is_not_open_to_others(
+    tmp_path: Path, hosts: list[str], listen: str
+) -> None:
+    certs.make_certs(tmp_path / "fed", hosts)
+    assert f"listen {listen}:8443 ssl" in (tmp_path / "fed" / "server" / "site.conf").read_text()

@@ -23,7 +23,7 @@ def certs(
     revoke: str | None = None,
     renew: Annotated[bool, Parameter(negative=())] = False,
     days: int = 825,
-    listen: str = "0.0.0.0",
+    listen: str | None = None,
     public_port: int = 8443,
     superlink_port: int = 8000,
 ) -> None:
@@ -54,7 +54,8 @@ def certs(
     days
         How long the server's certificate is valid.
     listen
-        Address on which nginx will listen.
+        Address on which nginx will listen (default: 0.0.0.0, or this machine only if every --host
+        is of this machine).
     public_port
         Port on which nginx will listen. Firewalls often let only 443 out, which needs root here.
     superlink_port

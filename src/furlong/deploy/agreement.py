@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,18 @@ from furlong.runs.datasets import SITES
 from furlong.runs.nodes import told
 
 _RUN = re.compile(r"[0-9a-f]{16,64}")
+MOST = {  # by setting: what a node does for a server that its operator did not agree to
+    "train.epochs": 1_000,
+    "train.batch_size": 16_384,
+    "train.rounds": 1_000_000,
+    "data.image_size": 1_024,
+    "data.images": 10_000_000,
+    "data.clients": 100_000,
+}
+LARGEST = 10_000_000  # any other number
+WIDEST = 16_384  # a number in the name of an encoder or a head: mlp:256:128
+MOST_IMAGES = 10_000_000  # of one site, which counts for as many in the mean
+MOST_SITES = 10_000
 
 
 class Refusal(FurlongError):
@@ -53,6 +66,9 @@ def settings_of(
         raise Refusal(str(error)) from None
     if agree is not None:
         _require_agreed(settings, agree)
+    else:
+        _require_bounded(settings)
+    _require_sizes(header.get("sizes"))
     sites = settings.data.name == SITES
     if sites != own:
         raise Refusal(
@@ -76,6 +92,35 @@ def _require_harmless(tree: Mapping[str, Any]) -> None:
                 f"the run names {name[:80]!r}: a file, a folder or code of this machine. A node "
                 "takes none of that from a server unless it is started with --trust-server."
             )
+
+
+def _require_bounded(settings: Config) -> None:
+    """Refuse what would keep this machine busy for ever, or fill its memory."""
+    for section, table in told(settings).items():
+        for key, value in table.items():
+            name = f"{section}.{key}"
+            most: float = MOST.get(name, LARGEST)
+            if name == "model.encoder" or key.endswith("head"):
+                numbers, most = [float(n) for n in re.findall(r"\d+", str(value))], WIDEST
+            elif type(value) in (int, float) and name != "run.seed":  # which only begins a stream
+                numbers = [value]
+            else:
+                continue
+            if any(most < n < math.inf for n in numbers):  # some settings may be infinite
+                raise Refusal(
+                    f"{name} is {str(value)[:80]}, and a node without --agree goes up to {most:,}"
+                )
+
+
+def _require_sizes(sizes: Any) -> None:
+    """Refuse numbers of images that no site can have: rows are counted in memory."""
+    if sizes is None:
+        return
+    counts = list(sizes.values()) if isinstance(sizes, dict) else None
+    if counts is None or len(counts) > MOST_SITES:
+        raise Refusal(f"the sizes of at most {MOST_SITES:,} sites are taken")
+    if not all(type(n) is int and 0 <= n <= MOST_IMAGES for n in counts):
+        raise Refusal(f"a site has at most {MOST_IMAGES:,} images")
 
 
 def _require_agreed(settings: Config, agree: Config) -> None:

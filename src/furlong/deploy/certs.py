@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from furlong.deploy import keys
-from furlong.deploy.addresses import checked_host, is_address
+from furlong.deploy.addresses import checked_host, is_address, is_loopback
 from furlong.deploy.keys import PublicKey, check_node_name, read_public
 from furlong.deploy.proxy import Ports, quoted, write_proxy
 from furlong.errors import FurlongError
@@ -33,7 +33,7 @@ def make_certs(
     nodes: Sequence[str] = (),
     *,
     days: int = 825,
-    listen: str = "0.0.0.0",
+    listen: str | None = None,
     ports: Ports | None = None,
     renew: bool = False,
 ) -> list[Path]:
@@ -45,9 +45,12 @@ def make_certs(
     """
     if days < 1:
         raise FurlongError(f"--days is {days}; it must be at least 1")
+    names = [checked_host(host) for host in hosts]
+    if listen is None:  # a trial on one machine is not for the network to see
+        own = [name for name in names if is_loopback(name)]
+        listen = "0.0.0.0" if len(own) < max(1, len(names)) else "127.0.0.1"
     if not is_address(listen):
         raise FurlongError(f"--listen is {listen!r}; it must be an address like 0.0.0.0")
-    names = [checked_host(host) for host in hosts]
     for name in nodes:
         check_node_name(name)
     server = folder / "server"

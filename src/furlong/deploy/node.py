@@ -28,7 +28,7 @@ from furlong.data import images as data
 from furlong.data.images import ImageSet
 from furlong.data.reading import Reading
 from furlong.deploy.agreement import Refusal, require_same_program, settings_of
-from furlong.deploy.states import Slices, StateFiles
+from furlong.deploy.states import MOST_RUNS, Slices, StateFiles, make_room
 from furlong.engines.codec import How, decode, encode
 from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import can_fork
@@ -164,6 +164,7 @@ class Site:
         fixed = self._fixed(header, settings)
         if fixed is not None and not fixed.exists():
             return {"lacks": True}, b""
+        self._make_room(header)
         slices = Slices(self._run(header), client, exchange.index)
         whole = slices.collect(body, at, of)
         if whole is None:
@@ -198,6 +199,7 @@ class Site:
             raise Refusal("weights that this run has no use for")
         client, index = _whole(header["client"]), _whole(header["exchange"]["index"])
         at, of = _whole(header["slice"]), _whole(header["slices"])
+        self._make_room(header)
         whole = Slices(self._run(header), client, index).collect(body, at, of)
         if whole is not None:
             if hashlib.sha256(whole).hexdigest() != header["given"]:
@@ -242,6 +244,11 @@ class Site:
 
     def _run(self, header: Mapping[str, Any]) -> Path:
         return self.folder / "runs" / str(header["run"])
+
+    def _make_room(self, header: Mapping[str, Any]) -> None:
+        """A server that begins runs and never ends them must not fill the disk with states."""
+        for name in make_room(self.folder / "runs", str(header["run"])):
+            self.say(f"the state of run {name} is forgotten: {MOST_RUNS} runs have begun since")
 
     def _fixed(self, header: Mapping[str, Any], settings: Config) -> Path | None:
         """Where the encoder's tensors are that stay fixed, if the run has any."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.core.payload import pack_tensors
+from furlong.deploy.agreement import MOST_IMAGES
 from furlong.deploy.processes import require_flower
 from furlong.engines.remote import DAY, Directory, Remote, Wire, question
 from furlong.errors import FurlongError
@@ -28,7 +29,6 @@ from furlong.runs.prepare import Prepared
 from furlong.runs.record import Federation
 from furlong.runs.split import describe_partition, fingerprint
 
-MOST = 10_000_000  # images that a site may claim: it counts for as many in the mean
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
@@ -165,7 +165,7 @@ class Session:
             return f"its name {str(name)[:80]!r} is not a short word"
         if type(images) is not int or type(channels) is not int:
             return "it does not say how many images it has"
-        if not 2 <= images <= MOST or channels not in (1, 3):
+        if not 2 <= images <= MOST_IMAGES or channels not in (1, 3):
             return f"it claims {str(images)[:20]} images of {str(channels)[:20]} channels"
         if self._channels not in (None, channels):
             return f"its images have {channels} channel(s), those of others {self._channels}"

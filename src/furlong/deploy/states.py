@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from furlong.core.payload import Weights, unpack_tensors
 from furlong.engines.blobs import Blob
+from furlong.errors import FurlongError
 from furlong.files import write_atomically
+from furlong.words import size
+
+MOST_SLICES, MOST_BYTES = 10_000, 8 << 30  # of one download
+MOST_RUNS = 32  # whose states a node keeps
 
 
 class StateFiles:
@@ -90,6 +96,13 @@ class Slices:
         """The whole download, if slice number ``at`` is its last."""
         if of == 1:
             return body
+        before = self._down.stat().st_size if at and self._down.exists() else 0
+        if of > MOST_SLICES or before + len(body) > MOST_BYTES:
+            self._down.unlink(missing_ok=True)
+            raise FurlongError(
+                f"a download of {of:,} slices, {size(before + len(body))} so far, is refused: at "
+                f"most {MOST_SLICES:,} and {size(MOST_BYTES)}"
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._down.open("wb" if at == 0 else "ab") as file:
             file.write(body)
@@ -113,3 +126,14 @@ class Slices:
         with self._up.open("rb") as file:
             file.seek(at * piece)
             return file.read(piece), -(-self._up.stat().st_size // piece)
+
+
+def make_room(runs: Path, name: str) -> list[str]:
+    """Forget the oldest runs, if ``name`` is one too many; the names of those that are gone."""
+    if (runs / name).exists() or not runs.is_dir():
+        return []
+    oldest = sorted((p for p in runs.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
+    gone = oldest[: max(0, len(oldest) - MOST_RUNS + 1)]
+    for path in gone:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in gone]
