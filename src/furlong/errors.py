@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +29,30 @@ def require(holds: bool, name: str, value: object, rule: str, section: str = "me
         raise FurlongError(f"{section}.{name} is {value}; it must be {rule}")
 
 
-_TOO_LARGE = ("can't allocate memory", "out of memory", "size calculation overflowed")
+_TOO_LARGE = (
+    "can't allocate memory",
+    "out of memory",
+    "size calculation overflowed",
+    "could not create a primitive",  # oneDNN, which cannot say more
+    "std::bad_alloc",
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory was too small; torch has no type for this on a CPU."""
+    if isinstance(error, RuntimeError):
+        return any(sign in str(error) for sign in _TOO_LARGE)
+    return isinstance(error, MemoryError)
+
+
+def exhausted(error: BaseException) -> str:
+    """What this machine has too little of, in words; empty if that is not the reason."""
+    if out_of_memory(error):
+        return "there is not enough memory"
+    scarce = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and error.errno in scarce:
+        return os.strerror(error.errno).lower()
+    return ""
 
 
 @contextmanager
@@ -35,8 +60,8 @@ def fitting(what: str) -> Iterator[None]:
     """Name ``what`` is made inside if it does not fit in memory."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:  # torch has no type for this on a CPU
-        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _TOO_LARGE):
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
             raise
         raise FurlongError(f"{what} does not fit in memory: choose smaller settings") from None
 
