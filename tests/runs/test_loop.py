@@ -124,6 +124,7 @@ def test_every_file_is_written(finished: Any) -> None:
         "config.toml",
         "partition.json",
         "random.safetensors",
+        "digests.json",
         "metrics.jsonl",
         "checkpoints",
         "tensorboard",
@@ -350,8 +351,20 @@ def test_damaged_and_missing_encoders_are_named(finished: Any, tmp_path: Path) -
     about = json.loads((tmp_path / "encoder.json").read_text())
     (tmp_path / "encoder.safetensors").write_bytes(whole)
     (tmp_path / "encoder.json").write_text(json.dumps(about | {"encoder": "cnn5"}))
-    with pytest.raises(FurlongError, match="does not hold a CNN5"):
+    with pytest.raises(FurlongError, match="weights are of another network"):
         load_encoder(tmp_path)
+    for wrong in ({"channels": -3}, {"channels": 10**9}, {"image_size": 10**6}):
+        (tmp_path / "encoder.json").write_text(json.dumps(about | wrong))
+        with pytest.raises(FurlongError, match="are possible"):
+            load_encoder(tmp_path)
+    (tmp_path / "encoder.json").write_bytes((run.folder / "encoder.json").read_bytes())
+    (tmp_path / "digests.json").write_bytes((run.folder / "digests.json").read_bytes())
+    flipped = bytearray(whole)
+    flipped[-1] ^= 1  # a weight of the same size
+    (tmp_path / "encoder.safetensors").write_bytes(flipped)
+    with pytest.raises(FurlongError, match=r"encoder\.safetensors was changed or is damaged"):
+        load_encoder(tmp_path)
+    (tmp_path / "digests.json").unlink()
     (tmp_path / "encoder.json").write_text("{")
     with pytest.raises(FurlongError, match="cannot read"):
         load_encoder(tmp_path)
@@ -364,8 +377,11 @@ def test_a_folder_with_a_run_is_not_touched(finished: Any) -> None:
         loop.run(tiny(out=str(folder)))
     assert (folder / "summary.json").read_bytes() == before
     said: list[str] = []
-    assert loop.resume(folder, say=said.append).summary == finished[0].summary
+    page = folder / "report.html"
+    page.unlink()  # killed between summary.json and report.html
+    assert furlong.resume(folder, say=said.append).summary == finished[0].summary
     assert "finished" in said[0]
+    assert page.exists()
 
 
 def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from fake_runs import line, make
 
 from furlong.errors import FurlongError
+from furlong.runs import loop
 from furlong.runs.folder import RunFolder
 from furlong.runs.record import RunRecord
 
@@ -94,11 +97,41 @@ def test_damaged_results_and_lines_are_named(tmp_path: Path) -> None:
     with pytest.raises(FurlongError, match=r"summary\.json, results .*accuracy is missing"):
         _ = folder.record.summary
     folder.append({"exchange": 3, "round": 3, "up": 1})
-    with pytest.raises(FurlongError, match=r"metrics\.jsonl, line 4,"):
-        folder.record.lines()
+    assert [each.exchange for each in folder.record.lines()] == [0, 1, 2]
+    assert folder.record.damaged_lines.endswith("metrics.jsonl: damaged lines are left out: 4")
 
 
 def test_a_damaged_line_costs_no_other(tmp_path: Path) -> None:
-    lines = [b'{"exchange": 0}', b'{"exch\xff', b"[1]", b'{"exchange": 3}', b'{"exchange": 4']
+    lines = [b'{"exchange": 0}', b'{"exch\xff', b"[" * 10**5, b'{"exchange": 3}', b'{"exchange": 4']
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    assert [line["exchange"] for line in RunRecord(tmp_path).raw_lines()] == [0, 3]
+    record = RunRecord(tmp_path)
+    assert [line["exchange"] for line in record.raw_lines()] == [0, 3]
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b"\n".join([json.dumps(line(0, 5)).encode(), *lines[1:3]])
+    )
+    assert [each.exchange for each in record.lines()] == [0]
+    assert record.damaged_lines.endswith("left out: 2, 3")
+
+
+@pytest.mark.parametrize("name", ["config.toml", "encoder.json", "random.safetensors"])
+def test_a_file_that_was_changed_is_refused(tmp_path: Path, name: str) -> None:
+    """One bit is enough; what is missing, or was never sealed, is for others to notice."""
+    folder = RunFolder(make(tmp_path / "run"))
+    folder.save_weights("random", {"w": torch.zeros(3)})
+    for each in ("config.toml", "encoder.json", "random.safetensors", "no.safetensors"):
+        folder.record.verify(each)
+    path = folder.path / name
+    whole = bytearray(path.read_bytes())
+    whole[-2] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(FurlongError, match=rf"{name} was changed or is damaged"):
+        folder.record.verify(name)
+    (folder.path / "digests.json").unlink()  # as in a run of an older furlong
+    folder.record.verify(name)
+
+
+def test_an_edited_configuration_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = make(tmp_path / "run", finished=False) / "config.toml"
+    path.write_text(path.read_text().replace("rounds = 3", "rounds = 4"))
+    with pytest.raises(FurlongError, match=r"config\.toml was changed.* --out OTHER"):
+        loop.resume(tmp_path / "run")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from furlong.cli.common import MOST, console, counting
 from furlong.words import size
@@ -84,23 +84,23 @@ def _print_check(found: dict[str, Any]) -> None:
     table.add_row("images", f"{found['images']:,}" + _of_splits(found["splits"]))
     if found["images"]:
         for name, text in _facts(found):
-            table.add_row(name, escape(text))
+            table.add_row(name, text)
     console.print(table)
     _print_lists(found)
     if not found["images"]:
         return
-    console.print("\n[bold]suggested[/]")
+    console.print("\nsuggested", style="bold")
     table = Table.grid(padding=(0, 2))
     for name in ("method", "image_size", "encoder", "augment", "batch_size", "rounds"):
         advice = found["suggested"][name]
         words = name.replace("_", " ")
-        table.add_row(f"  {words}", f"[bold]{advice['value']}[/]", advice["reason"])
+        table.add_row(f"  {words}", Text(str(advice["value"]), "bold"), advice["reason"])
     console.print(table)
     memory = found["suggested"]["decoded"]
     console.print(f"  decoded, that is {size(memory['bytes'])} {memory['where']}")
-    console.print("\n[bold]next[/]")
+    console.print("\nnext", style="bold")
     for line in found["next"]:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
+        console.print(f"  {line}", soft_wrap=True)
 
 
 def _of_splits(splits: dict[str, int]) -> str:
@@ -165,12 +165,12 @@ def _of_patients(found: dict[str, Any]) -> str:
 def _print_lists(found: dict[str, Any]) -> None:
     """What was noted, skipped files, and groups of doubles."""
     for note in found["notes"]:
-        console.print(f"\n{note}", markup=False, soft_wrap=True)
+        console.print(f"\n{note}", soft_wrap=True)
     skipped = found["skipped"]
     if skipped:
-        console.print(f"\n[bold]would be skipped[/]: {len(skipped):,}")
+        console.print(Text("\nwould be skipped", "bold"), f": {len(skipped):,}", sep="")
     for each in skipped[:MOST]:
-        console.print(f"  {each['name']}: {each['reason']}", markup=False, soft_wrap=True)
+        console.print(f"  {each['name']}: {each['reason']}", soft_wrap=True)
     if len(skipped) > MOST:
         console.print(f"  … and {len(skipped) - MOST:,} more (--json has all)")
     for key, title, site, split in (
@@ -183,12 +183,11 @@ def _print_lists(found: dict[str, Any]) -> None:
         leaks = found[key]["in_several_splits"]
         notes = [f"{len(g):,} {what}" for g, what in ((across, site), (leaks, split)) if g]
         said = f", of these {', '.join(notes)}" if notes else ""
-        console.print(f"\n[bold]{title}[/]: {len(groups):,} group(s){said}")
+        console.print(Text(f"\n{title}", "bold"), f": {len(groups):,} group(s){said}", sep="")
         first = leaks or across or groups
         for group in first[: MOST // 2]:
             console.print(
                 f"  {' = '.join(group[:4])}{' = …' if len(group) > 4 else ''}",
-                markup=False,
                 soft_wrap=True,
             )
         if len(first) > MOST // 2:

@@ -29,21 +29,22 @@ if TYPE_CHECKING:
     from furlong.runs.loop import Run
     from furlong.runs.observers import Status
 
-# no emoji: "dirichlet:A:MIN" is not one, nor is a path with colons
-console = Console(highlight=False, emoji=False)
-err = Console(stderr=True, highlight=False, emoji=False)
+# no emoji: "dirichlet:A:MIN" is not one, nor is a path with colons; no markup: a folder may be
+# called "[/b]"
+console = Console(highlight=False, emoji=False, markup=False)
+err = Console(stderr=True, highlight=False, emoji=False, markup=False)
 LOG_EVERY = 20.0  # seconds between lines of progress in a log
 MOST = 10  # files or groups that are listed
 
 
 def say(text: str) -> None:
-    """A line of plain text: no markup, no wrapping."""
-    console.print(text, markup=False, soft_wrap=True)
+    """A line of text that is not wrapped."""
+    console.print(text, soft_wrap=True)
 
 
 def warn(text: str) -> None:
     """A warning on standard error."""
-    err.print(f"warning: {text}", style="bold red", markup=False, soft_wrap=True)
+    err.print(f"warning: {text}", style="bold red", soft_wrap=True)
 
 
 def results_table(rows: list[dict[str, Any]], quality: Sequence[Mapping[str, Any]] = ()) -> Table:
@@ -87,7 +88,7 @@ def print_sheets(sheets: Iterable[Sheet]) -> None:
         least = Measurement.get(console, console.options, table).minimum
         console.print(table, width=max(console.width, least), crop=False)
         for text in sheet.notes:
-            console.print(text, markup=False)
+            console.print(text)
         console.print()
 
 
@@ -122,10 +123,10 @@ def watching() -> Iterator[tuple[Any, Any]]:
                 said[0] = time.monotonic()
                 err.print(f"exchange {status.done} of {status.total} · {text}", soft_wrap=True)
             for failure in status.failures:
-                err.print(f"round {status.round + 1}: {failure}", markup=False)
+                err.print(f"round {status.round + 1}: {failure}")
 
         seen, said = {"knn": "–"}, [time.monotonic()]
-        yield show, lambda text: err.print(text, markup=False)
+        yield show, lambda text: err.print(text)
 
 
 def print_run(finished: Run) -> None:
@@ -140,9 +141,9 @@ def print_run(finished: Run) -> None:
     if summary["results"] or quality:
         console.print(results_table(summary["results"], quality))
     if any(row["protocol"] == "knn" for row in summary["results"]):
-        console.print(voters(record.settings["evaluate"]["k"]), markup=False)
+        console.print(voters(record.settings["evaluate"]["k"]))
     if quality:
-        console.print(RANK, markup=False)
+        console.print(RANK)
     print_sheets(measures.of_run(record.finished.results))
     if said := trouble(summary["method"], record.lines()):
         warn(said)
@@ -153,7 +154,7 @@ def print_run(finished: Run) -> None:
         + (f", {summary['failures']} failed answers" if summary["failures"] else "")
     )
     paths = f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}"
-    console.print(paths, markup=False, soft_wrap=True)
+    console.print(paths, soft_wrap=True)
 
 
 @contextmanager
@@ -168,6 +169,6 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
 def print_skipped(skipped: list[Skipped]) -> None:
     """Files that could not be read."""
     for each in skipped[:MOST]:
-        err.print(f"skipped {each.name}: {each.reason}", markup=False, soft_wrap=True)
+        err.print(f"skipped {each.name}: {each.reason}", soft_wrap=True)
     if len(skipped) > MOST:
         err.print(f"… and {len(skipped) - MOST:,} more")

@@ -59,7 +59,7 @@ def compare(
     heard: set[str] = set()
 
     def tell(text: str) -> None:
-        err.print(text, markup=False, soft_wrap=True)
+        err.print(text, soft_wrap=True)
 
     try:
         with watching() as (show, say):

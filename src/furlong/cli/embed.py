@@ -44,4 +44,4 @@ def embed(
         count, skipped = making.embed(encoder, folder, out, root=root, force=force, show=show)
     print_skipped(skipped)
     text = f"{out}: {count:,} images × {encoder.width} numbers, {size(out.stat().st_size)}"
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(text, soft_wrap=True)

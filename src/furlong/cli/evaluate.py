@@ -60,7 +60,7 @@ def evaluate(
             protocols,
             random=random,
             tell=tell,
-            say=lambda text: err.print(text, markup=False),
+            say=lambda text: err.print(text),
         )
     if as_json:
         print(json.dumps(rows))

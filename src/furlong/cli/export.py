@@ -40,6 +40,6 @@ def export(
     from furlong.reports.export import export as write
 
     done = write(folder, to, out, force=force, pixels=pixels)
-    console.print(f"{done.path} ({size(done.size)}): {done.checked}", markup=False, soft_wrap=True)
-    console.print(f"{done.card}: the model card", markup=False, soft_wrap=True)
-    console.print(f"\n{done.load}", markup=False, soft_wrap=True)
+    console.print(f"{done.path} ({size(done.size)}): {done.checked}", soft_wrap=True)
+    console.print(f"{done.card}: the model card", soft_wrap=True)
+    console.print(f"\n{done.load}", soft_wrap=True)

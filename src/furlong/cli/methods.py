@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from furlong.cli.common import console
 from furlong.core.payload import by_field
@@ -64,9 +64,9 @@ def _list_methods(as_json: bool) -> None:
         table.add_column(style="dim")
         for e in entries:
             if e.family == family:
-                table.add_row(e.name, "paper", escape(e.paper))
-                table.add_row("", "keeps", escape(e.keeps))
-                table.add_row("", "uploads", escape(e.uploads))
+                table.add_row(e.name, "paper", e.paper)
+                table.add_row("", "keeps", e.keeps)
+                table.add_row("", "uploads", e.uploads)
                 if e.needs != "nothing":
                     table.add_row("", "needs", e.needs)
         console.print(table)
@@ -91,27 +91,26 @@ def _one_method(name: str, encoder: str, as_json: bool) -> None:
         resolved = {"name": name, **{o.name: o.default for o in e.options}}
         print(json.dumps({"name": name, **_facts(e), "fields": resolved, "bytes": amounts}))
         return
-    console.print(f"[bold]{name}[/] ({e.family}): {e.summary}")
-    console.print(f"paper: {e.paper}", markup=False)
+    console.print(Text(name, "bold"), f"({e.family}): {e.summary}")
+    console.print(f"paper: {e.paper}")
     for setting, value in e.server.items():
-        console.print(f"stands for: --server.{setting} {value}", markup=False)
+        console.print(f"stands for: --server.{setting} {value}")
     if e.needs != "nothing":
-        console.print(f"needs: {e.needs}", markup=False)
+        console.print(f"needs: {e.needs}")
     usual = ", ".join(f"{setting} {value}" for setting, value in e.usual.items())
-    console.print(f"usually run with: {usual}", markup=False)
+    console.print(f"usually run with: {usual}")
     table = Table("field", "default", "type", "", title="fields (--method.FIELD)")
     table.title_justify = "left"
     for o in e.options:
-        table.add_row(*map(escape, (o.name, str(o.default), o.kind, o.meaning)))
+        table.add_row(o.name, str(o.default), o.kind, o.meaning)
     console.print(table)
-    console.print(f"stays on the client: {e.keeps}", markup=False)
+    console.print(f"stays on the client: {e.keeps}")
     console.print(
         f"leaves the client: {e.leaves} With them go the number of images and the means "
         "of the training loss and other logged numbers.",
-        markup=False,
     )
     if e.caution:
-        console.print(f"criticism: {e.caution}", markup=False)
+        console.print(f"criticism: {e.caution}")
     title = f"per client and exchange: {encoder}, 5 clients with 1,000 images of 32 pixels"
     table = Table("exchange", "", "field", "what", "numbers", "bytes", title=title)
     table.title_justify = "left"

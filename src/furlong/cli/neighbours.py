@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
-from rich.markup import escape
 from rich.table import Table
 
 from furlong.cli.common import console, counting, err, print_skipped
@@ -74,14 +73,14 @@ def neighbours(
     else:
         table = Table("", "cosine", "image")
         for rank, near in enumerate(found.nearest, 1):
-            table.add_row(str(rank), f"{near.similarity:.3f}", escape(printable(near.path)))
+            table.add_row(str(rank), f"{near.similarity:.3f}", printable(near.path))
         console.print(table)
         said = (
             f"the nearest of {found.count:,} images in {place}; the median has {found.median:.3f}"
         )
-        console.print(said, markup=False, soft_wrap=True)
+        console.print(said, soft_wrap=True)
     if out is not None:
         html = page(image, place, found, encoder.about, root)
         with replacing(out, force) as draft:
             draft.write_text(html, encoding="utf-8", errors="replace")
-        err.print(f"page: {out}", markup=False, soft_wrap=True)
+        err.print(f"page: {out}", soft_wrap=True)

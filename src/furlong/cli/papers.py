@@ -64,11 +64,10 @@ def _list_tables(as_json: bool) -> None:
         for place, (title, rows) in tables.items():
             if place.startswith(f"{paper}/"):
                 shown.add_row(place, str(rows), title)
-        console.print(shown, markup=False)
+        console.print(shown)
     console.print(
         "furlong papers mfcl/table2: its addresses; furlong papers ADDRESS: the settings of a row; "
         "furlong run paper:ADDRESS: run with them",
-        markup=False,
     )
 
 

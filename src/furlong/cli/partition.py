@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.table import Table
+from rich.text import Text
 
 from furlong.cli.common import console, err
 from furlong.cli.options import in_sections, with_settings
@@ -36,7 +37,7 @@ def partition(
     train, _, notes = load_data(resolved)
     about = describe_partition(train, split_data(resolved, train))
     for note in notes:
-        err.print(note, markup=False)
+        err.print(note)
     if figure is not None:
         from furlong.reports import figures
         from furlong.reports.parts import betas
@@ -87,9 +88,11 @@ def _partition_table(about: dict[str, Any]) -> Table:
     )
     peak = max((n for row in counts for n in row), default=1) or 1
     for client, row in enumerate(counts):
-        cells = [f"[on rgb(0,0,{40 + 160 * n // peak})]{n}[/]" if n else "·" for n in row]
+        cells = [
+            Text(str(n), f"on rgb(0,0,{40 + 160 * n // peak})") if n else Text("·") for n in row
+        ]
         if not narrow:
-            cells = [str(sum(n > 0 for n in row))]
+            cells = [Text(str(sum(n > 0 for n in row)))]
         table.add_row(str(client), f"{about['sizes'][client]:,}", *cells)
     for column in table.columns:
         column.justify = "right"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from furlong.cli.common import console
+from furlong.cli.common import console, warn
 from furlong.errors import FurlongError
 
 
@@ -41,6 +41,7 @@ def report(
     from furlong.reports import page as pages
     from furlong.reports import pictures as images
     from furlong.reports import tsne as mapping
+    from furlong.runs.record import RunRecord
 
     if not runs:
         raise FurlongError("give run folders, or folders that contain them.")
@@ -53,9 +54,11 @@ def report(
     if tsne:
         mapping.make(runs[0])
     if single:
+        if lost := RunRecord(runs[0]).damaged_lines:
+            warn(lost)
         made = pages.build(runs[0], figures, images.pictures(runs[0]) if pictures else None)
     else:
         made = comparison.build(list(runs), out, baseline, figures)
-    console.print(f"report: {made}", markup=False, soft_wrap=True)
+    console.print(f"report: {made}", soft_wrap=True)
     if figures is not None:
-        console.print(f"figures: {figures}", markup=False, soft_wrap=True)
+        console.print(f"figures: {figures}", soft_wrap=True)

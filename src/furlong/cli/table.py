@@ -63,9 +63,9 @@ def print_tables(folders: list[Path], baseline: str | None) -> None:
             style = {"paper": "dim italic", "random": "dim"}.get(kind)
             shown.add_row(*row, style=style)
         # what does not fit is for the terminal to break: half a number would be a wrong one
-        console.print(shown, markup=False, width=max(console.width, least), crop=False)
+        console.print(shown, width=max(console.width, least), crop=False)
         for text in [*names, *formats.notes(group), *formats.verdicts(group)]:
-            console.print(text, markup=False)
+            console.print(text)
         console.print()
         print_sheets(measures.of_group(group))
 

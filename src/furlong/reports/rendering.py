@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -41,6 +42,6 @@ def _words(about: Mapping[str, Any]) -> str:
 
 
 def _cell(text: object) -> str:
-    """Text that cannot end the cell of a Markdown table or begin markup."""
-    flat = " ".join(str(text).split())
-    return flat.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+    """Text that cannot end the cell of a Markdown table or begin markup, a link or an image."""
+    flat = " ".join(str(text).split()).replace("`", "'")
+    return re.sub(r"([\\|*\[\]])", r"\\\1", flat).replace("<", "&lt;")

@@ -5,11 +5,13 @@ before training) · metrics.jsonl (a line per exchange) · checkpoints/ · serve
 tensorboard/ · summary.json · encoder.safetensors + encoder.json · adapter.safetensors (A and B, of
 which the encoder has the sum with its weights) · map.json (representations in the plane) ·
 evaluations.json (what ``furlong evaluate`` measured) · report.html · federation.json, nodes/,
-flower.log (on Flower). ``runs.record`` reads it.
+flower.log (on Flower) · digests.json (of config.toml, encoder.json and all weights).
+``runs.record`` reads it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -22,8 +24,10 @@ from furlong import files
 from furlong.core.payload import Weights, pack_tensors
 from furlong.errors import FurlongError
 from furlong.files import write_atomically
-from furlong.runs.record import RunRecord
+from furlong.runs.record import DIGESTS, RunRecord
 from furlong.runs.saved_encoder import fill, read_weights
+
+SEALED = ("config.toml", "encoder.json")  # and all weights: nobody edits them
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -80,7 +84,14 @@ class RunFolder:
     def write(self, name: str, value: Any) -> None:
         """Write a text or JSON file atomically."""
         text = value if isinstance(value, str) else json.dumps(value, indent=1) + "\n"
-        write_file(self.path / name, text.encode())
+        self._write(name, text.encode())
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Write a file; of what the run depends on the digest, first, so that none is ever old."""
+        if name in SEALED or name.endswith(".safetensors"):
+            known = {**self.record.digests(), name: hashlib.sha256(data).hexdigest()}
+            write_file(self.path / DIGESTS, (json.dumps(known, indent=1) + "\n").encode())
+        write_file(self.path / name, data)
 
     def append(self, line: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -94,12 +105,11 @@ class RunFolder:
 
     def save_weights(self, name: str, weights: Weights) -> None:
         """``name``.safetensors."""
-        write_file(
-            self.path / f"{name}.safetensors", bytes(pack_tensors(weights, {"format": "pt"}))
-        )
+        self._write(f"{name}.safetensors", bytes(pack_tensors(weights, {"format": "pt"})))
 
     def load_weights(self, name: str, module: nn.Module) -> None:
         """Into ``module``."""
+        self.record.verify(f"{name}.safetensors")
         path = self.path / f"{name}.safetensors"
         fill(module, read_weights(path)[0], path)
 

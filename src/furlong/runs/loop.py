@@ -129,6 +129,8 @@ def resume(
             say(note)
         done = saved.done if saved else 0
         say(f"going on after exchange {done}" if done else "no checkpoint yet: starting anew")
+        if lost := folder.record.damaged_lines:
+            say(lost)
         folder.keep_lines(done)
         for left in path.glob(f"{SPILL}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)

@@ -6,10 +6,10 @@ interrupted, has a record too. A damaged file is an error that names the file an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,10 @@ NEEDED = ("method.name", "data.name", "data.partition", "model.encoder", "train.
 EVERY_RUN = ("exchange", "round", "loss", "knn", "seconds", "images_per_second", "images",
              "bytes_up", "bytes_down", *QUALITY)  # fmt: skip
 """What a line of metrics.jsonl has whatever the method is."""
+
+
+DIGESTS = "digests.json"
+"""SHA-256 of the files that a run depends on, by name."""
 
 
 UNTRAINED = ("random", "initial")
@@ -221,6 +225,7 @@ class RunRecord:
 
     def config(self, overrides: Mapping[str, Any] | None = None) -> config.Config:
         """The configuration, ready to be run again; imports a method of one's own."""
+        self.verify("config.toml")
         return config.load(self.path / "config.toml", overrides)
 
     @property
@@ -247,6 +252,29 @@ class RunRecord:
     def seed(self) -> int:
         """Runs of one seed can be paired."""
         return int(self.settings["run"]["seed"])
+
+    # ------------------------------------------------------------ what must not change
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 by file; runs of an older furlong have none."""
+        known = self.read(DIGESTS)
+        if not isinstance(known, dict | None):
+            raise damaged(self.path / DIGESTS, "it is damaged")
+        return known or {}
+
+    def verify(self, name: str) -> None:
+        """Refuse a file that is not as furlong wrote it."""
+        digest, path = self.digests().get(name), self.path / name
+        if digest is None or not path.exists():
+            return
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            remedy = "Put back the file that the run wrote"
+            if name == "config.toml":
+                remedy += f", or begin a new run: furlong run {path} --out OTHER"
+            raise FurlongError(
+                f"{path} was changed or is damaged: its SHA-256 is not the one in {DIGESTS}. "
+                f"{remedy}."
+            )
 
     # ------------------------------------------------------------ what was written
 
@@ -297,6 +325,7 @@ class RunRecord:
         found = self.read("encoder.json") or {}
         if not isinstance(found, dict):
             raise damaged(self.path / "encoder.json", "it is damaged")
+        self.verify("encoder.json")
         return found
 
     @property
@@ -312,22 +341,45 @@ class RunRecord:
         return None if found is None else replace(found, file=name)
 
     def lines(self) -> list[Line]:
-        """The lines of metrics.jsonl, checked; read at every call, because they may be many."""
-        where = self.path / "metrics.jsonl"
-        return [
-            replace(parse(Line, line, f"{where}, line {number},"), metrics=line)
-            for number, line in enumerate(self.raw_lines(), 1)
-        ]
+        """The lines of metrics.jsonl, checked; read at every call, because they may be many.
+
+        One that was cut off by a kill, or damaged, is left out: :attr:`damaged_lines` names it.
+        """
+        return self._lines()[0]
 
     def raw_lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; one that was cut off by a kill, or damaged, is left out."""
+        """The same as they are: all that say which exchange they are of."""
+        return [line for _, line in self._objects()[0]]
+
+    @property
+    def damaged_lines(self) -> str:
+        """Which lines :meth:`lines` leaves out, in words; empty if there are none."""
+        numbers = self._lines()[1]
+        some = ", ".join(map(str, numbers[:5])) + (", …" if len(numbers) > 5 else "")
+        where = self.path / "metrics.jsonl"
+        return f"{where}: damaged lines are left out: {some}" if numbers else ""
+
+    def _lines(self) -> tuple[list[Line], list[int]]:
+        """The lines of metrics.jsonl, and the numbers of those that are damaged."""
+        found, (objects, wrong) = [], self._objects()
+        for number, line in objects:
+            try:
+                found.append(replace(parse(Line, line, self.path), metrics=line))
+            except FurlongError:
+                wrong.append(number)
+        return found, sorted(wrong)
+
+    def _objects(self) -> tuple[list[tuple[int, dict[str, Any]]], list[int]]:
+        """Number and JSON object of every line, and the numbers of lines that are none."""
         path = self.path / "metrics.jsonl"
-        found: list[dict[str, Any]] = []
-        for text in path.read_bytes().splitlines() if path.exists() else []:
-            with suppress(ValueError, TypeError, KeyError):
+        found, wrong = [], []
+        for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+            try:
                 line = json.loads(text)
-                found.append(dict(line, exchange=int(line["exchange"])))
-        return found
+                found.append((number, dict(line, exchange=int(line["exchange"]))))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                wrong.append(number)
+        return found, wrong
 
     def read(self, name: str) -> Any:
         """A JSON file as it is; ``None`` if it is not there."""

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from furlong.core.payload import PayloadError, Weights, unpack_tensors
@@ -14,6 +15,8 @@ from furlong.data.augment import preset
 from furlong.errors import FurlongError
 from furlong.nn.encoders import build_encoder
 from furlong.runs.record import RunRecord
+
+MOST_CHANNELS, LARGEST_SIDE = 64, 16_384
 
 
 def load_encoder(run: str | os.PathLike[str]) -> nn.Module:
@@ -38,10 +41,29 @@ def load_encoder(run: str | os.PathLike[str]) -> nn.Module:
             "decide what is run: open the run folder, or make the encoder yourself and load the "
             "weights with safetensors."
         )
-    encoder = build_encoder(name, channels, int(size))
+    encoder = _built(name, channels, int(size), weights, run)
     fill(encoder, weights, run)
     encoder.transform = transform  # type: ignore[assignment]
     return encoder.eval()
+
+
+def _built(name: str, channels: int, size: int, weights: Weights, where: object) -> nn.Module:
+    """The encoder without its weights, if they can be its own: before memory is taken for it."""
+    if not (0 < channels <= MOST_CHANNELS and 0 < size <= LARGEST_SIDE):
+        raise FurlongError(
+            f"{where} describes an encoder of {channels} channels and {size}×{size} pixels: at "
+            f"most {MOST_CHANNELS} and {LARGEST_SIDE} are possible."
+        )
+    if ":" not in name:  # what is not ours may not be able to do without memory
+        with torch.device("meta"):
+            wanted = build_encoder(name, channels, size).state_dict()
+        shapes = {key: tuple(tensor.shape) for key, tensor in weights.items()}
+        if shapes != {key: tuple(tensor.shape) for key, tensor in wanted.items()}:
+            raise FurlongError(
+                f"{where} describes a {name} for {channels} channels and {size}×{size} pixels, and "
+                "its weights are of another network."
+            )
+    return build_encoder(name, channels, size)
 
 
 def read_encoder(run: str | os.PathLike[str]) -> tuple[dict[str, Any], Weights]:
@@ -50,12 +72,14 @@ def read_encoder(run: str | os.PathLike[str]) -> tuple[dict[str, Any], Weights]:
     if place.is_file():
         weights, metadata = read_weights(place)
         return metadata, weights
-    about, path = RunRecord(place).encoder, place / "encoder.safetensors"
+    record, path = RunRecord(place), place / "encoder.safetensors"
+    about = record.encoder
     if not about or not path.exists():
         raise FurlongError(
             f"{place} has no encoder yet. Is it a run folder, and has the run finished? "
             f"'furlong resume {place}' goes on with an interrupted one."
         )
+    record.verify(path.name)
     return about, read_weights(path)[0]
 
 
