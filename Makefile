@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: install demo test test-slow test-all lint docs clean
+.PHONY: install demo test test-slow test-all chaos lint docs clean
 
 install: $(STAMP)
 
@@ -26,6 +26,9 @@ test-slow: install # the rest: more variants of the same, whole federations of p
 
 test-all: install
 	$(PYTEST)
+
+chaos: install # kills, full disks, damaged input, bad nodes; hours on a busy machine
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --scale 1 --federation 12
 
 lint: install
 	$(BIN)/ruff check .
