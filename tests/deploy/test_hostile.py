@@ -357,7 +357,7 @@ def test_state_of_an_abandoned_time(tmp_path: Path) -> None:
             wire.away = set()
 
     wire.before = before
-    two = weights(go_on(b / "run", wire=wire))
+    two = weights(go_on(b / "run", wire=wire, **{"train.min_clients": 1}))
     assert [[f["client"] for f in line] for line in fa] == [
         [f["client"] for f in line] for line in failures(b)
     ]
