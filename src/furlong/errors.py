@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,6 +43,16 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         return any(sign in str(error) for sign in _TOO_LARGE)
     return isinstance(error, MemoryError)
+
+
+def exhausted(error: BaseException) -> str:
+    """What this machine has too little of, in words; empty if that is not the reason."""
+    if out_of_memory(error):
+        return "there is not enough memory"
+    scarce = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and error.errno in scarce:
+        return os.strerror(error.errno).lower()
+    return ""
 
 
 @contextmanager

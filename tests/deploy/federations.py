@@ -77,9 +77,9 @@ def train(settings: Config, wire: Any, say: Callable[[str], None] = lambda _: No
     return loop.run(settings, say=say, engine=partial(Session, wire=wire))
 
 
-def go_on(folder: Path, wire: Any) -> loop.Run:
+def go_on(folder: Path, wire: Any, **given: Any) -> loop.Run:
     """Go on with it."""
-    return loop.resume(folder, engine=partial(Session, wire=wire))
+    return loop.resume(folder, given, engine=partial(Session, wire=wire))
 
 
 def failures(tmp_path: Path) -> list[list[dict[str, Any]]]:

@@ -357,7 +357,7 @@ def test_state_of_an_abandoned_time(tmp_path: Path) -> None:
             wire.away = set()
 
     wire.before = before
-    two = weights(go_on(b / "run", wire=wire))
+    two = weights(go_on(b / "run", wire=wire, **{"train.min_clients": 1}))
     assert [[f["client"] for f in line] for line in fa] == [
         [f["client"] for f in line] for line in failures(b)
     ]
@@ -482,7 +482,7 @@ def test_hostile_work(tmp_path: Path, changed: dict[str, Any]) -> None:
         target=lambda: found.append(site.answer(work(**changed), down)), daemon=True
     )
     t.start()
-    t.join(25)
+    t.join(300)  # a machine may be busy
     assert found, "the node hangs"
     said = found[0][0]
     assert str(tmp_path) not in json.dumps(said)
@@ -490,7 +490,7 @@ def test_hostile_work(tmp_path: Path, changed: dict[str, Any]) -> None:
     found.clear()
     t = threading.Thread(target=lambda: found.append(site.answer(work(), down)), daemon=True)
     t.start()
-    t.join(25)
+    t.join(300)  # a machine may be busy
     assert found
     assert found[0][1], found
 

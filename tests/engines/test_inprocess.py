@@ -36,6 +36,8 @@ class Faulty(FedSimCLR):
         if ctx.client == self.whom or self.whom < 0:
             if self.how == "raise":
                 raise ValueError("bad scanner")
+            if self.how == "starve":
+                raise MemoryError
             if self.how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.how == "hang":
@@ -68,6 +70,18 @@ def test_a_client_that_raises_is_named(prepared: Any, workers: int) -> None:
         (failure,) = result.failures
         assert (failure.client, failure.kind) == (1, "raised")
         assert "ValueError: bad scanner" in failure.reason
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_too_little_memory_is_not_a_client_s_fault(prepared: Any, workers: int) -> None:
+    """Going on without that client would silently give another result."""
+    p = prepared("fedsimclr")
+    method = faulty(p, how="starve")
+    with (
+        InProcess(method, p.federation, p.setup, workers) as transport,
+        pytest.raises(FurlongError, match=r"client 1 could not train, .*not enough memory.*resume"),
+    ):
+        list(Server(method, p.setup).run(transport, p.server.init()))
 
 
 def test_a_worker_that_dies_is_replaced(prepared: Any) -> None:

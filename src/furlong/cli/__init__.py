@@ -19,7 +19,7 @@ from cyclopts import App
 
 import furlong
 from furlong.cli.common import err
-from furlong.errors import FurlongError, describe, nearest, out_of_memory
+from furlong.errors import FurlongError, describe, exhausted, nearest
 
 COMMANDS = (
     *("run", "resume", "demo", "evaluate", "partition", "methods", "papers", "cost", "privacy"),
@@ -86,9 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get(TRACE):
             raise
-        said = "there is not enough memory" if out_of_memory(error) else describe(error)
-        why = "" if out_of_memory(error) else f" {TRACE}=1 shows where; please report it."
-        err.print(f"error: {said}.{why}{_go_on(chosen)}", soft_wrap=True)
+        unforeseen = f"{describe(error)}. {TRACE}=1 shows where; please report it"
+        err.print(f"error: {exhausted(error) or unforeseen}.{_go_on(chosen)}", soft_wrap=True)
         sys.exit(1)
 
 

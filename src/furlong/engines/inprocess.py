@@ -16,7 +16,9 @@ from furlong.core.method import AnyMethod, Report
 from furlong.core.payload import PayloadError, unpack
 from furlong.engines.blobs import Blob, BlobStore, States
 from furlong.engines.pool import Answer, Pool, can_fork
-from furlong.errors import FurlongError, describe
+from furlong.errors import FurlongError, describe, exhausted
+
+SCARCE = "on this machine: "  # begins the reason of a client that could not train for want of room
 
 if TYPE_CHECKING:
     from furlong.core.secure.identity import Identity
@@ -123,11 +125,17 @@ class InProcess(Engine):
             report = Blob.of(run_client(self.method, download(), ctx, slot))
             return report, None if slot.new is None else Blob.of_bytes(slot.new)
         except Exception as error:
-            return Failure(client, "raised", describe(error))
+            scarce = exhausted(error)
+            return Failure(client, "raised", f"{SCARCE}{scarce}" if scarce else describe(error))
 
     def _accept(self, client: int, answer: Answer) -> Report[Any] | Failure:
         """The report, after the client's new state has been kept."""
         if isinstance(answer, Failure):
+            if answer.reason.startswith(SCARCE):  # the fault of this machine, not of the client
+                raise FurlongError(
+                    f"client {client} could not train, {answer.reason}. Make room, or use fewer "
+                    "--workers; 'furlong resume RUN' goes on after the last checkpoint."
+                )
             return answer
         packed, state = answer
         if state is not None:
