@@ -46,7 +46,7 @@ requirements: supply # requirements.txt: what a site installs, with hashes, with
 	echo "torch; sys_platform == 'never'" > $(VENV)/without-torch.txt
 	$(BIN)/uv pip compile -q --generate-hashes --no-header --no-annotate --python-version 3.11.5 \
 		--override $(VENV)/without-torch.txt -c constraints.txt \
-		--extra flower --extra medical --extra onnx --extra tsne \
+		--extra flower --extra privacy --extra secure --extra medical --extra onnx --extra tsne \
 		-o requirements.txt pyproject.toml requirements.in
 
 sbom: supply # a software bill of materials of the installed environment, in CycloneDX's format
