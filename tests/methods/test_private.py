@@ -360,6 +360,8 @@ def test_few_clients_are_told_and_refused() -> None:
         ("fedsc", CLIENT, "only the mean"),
         ("fcl", CLIENT, "only the mean"),
         ("fedsimclr", {**CLIENT, "server.rule": "median"}, "picks or weighs single ones"),
+        ("fedsimclr", {**CLIENT, "server.outlier": 5.0}, "looks at single updates"),
+        ("fedsimclr", {**CLIENT, "secure.sums": True}, "noise-at clients"),
         ("fedsimclr", {**CLIENT, "bound": "pooled"}, "one client"),
         ("fedrot", {**RECORD, "bound": "single"}, "nothing leaves"),
         ("fedsimclr", {**CLIENT, "privacy.noise_at": "clients"}, "min-clients"),

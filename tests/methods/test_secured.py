@@ -34,6 +34,7 @@ from furlong.methods.wrappers.ruled import Ruled
 from furlong.methods.wrappers.secured import PHASES, Secured
 from furlong.runs.cost import predict, without_data
 from furlong.runs.parties import wrapped
+from furlong.runs.prepare import _outlier
 
 SIZE = 3000
 
@@ -346,6 +347,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for rule in COLLECTED
     ],
     ("fedsimclr", {"evaluate.angles": 8}, "evaluate.angles"),
+    ("fedsimclr", {"server.outlier": 5.0}, "server.outlier"),
     ("fedsimclr", {"flower.encoding": "int8"}, "cannot be rounded"),
     ("fedsimclr", {"flower.encoding": "float16"}, "cannot be rounded"),
     ("fedsimclr", {"model.adapter": "lora4", "model.adapter_average": "products"}, "factors"),
@@ -370,6 +372,17 @@ def test_every_method_that_averages_can_be_secured(method: str) -> None:
     if settings.server.rule != "mean":
         return  # a name that stands for a rule, see above
     assert isinstance(wrapped(settings.make_method(), settings, 3), Secured)
+
+
+@pytest.mark.parametrize("engine", ["inprocess", "flower"])
+def test_nobody_looks_at_the_size_of_single_updates(engine: Any) -> None:
+    settings = replace_in(tiny("fedsimclr"), "run", engine=engine)
+    assert _outlier(settings) is not None
+    assert _outlier(replace_in(settings, "secure", sums=True)) is None
+
+
+def replace_in(settings: Any, section: str, **values: Any) -> Any:
+    return replace(settings, **{section: replace(getattr(settings, section), **values)})
 
 
 def test_without_it_nothing_changes() -> None:

@@ -80,6 +80,9 @@ def _secured(method: AnyMethod, settings: Config, size: int) -> AnyMethod:
         f"server.rule = {rule}": "it compares the answers of single clients"
         if rule in COLLECTED
         else "",
+        f"server.outlier = {settings.server.outlier}": "it compares the updates of single clients"
+        if settings.server.outlier is not None
+        else "",
         "model.adapter_average = products": "it multiplies the factors of single clients"
         if model.adapter != "none" and model.adapter_average == "products"
         else "",
@@ -145,6 +148,12 @@ def check_privacy(settings: Config) -> None:
             f"privacy.level = client with server.rule = {rule}: the noise is made for a sum of "
             f"clipped updates, and this rule picks or weighs single ones. Use "
             f"{', '.join(STREAMED)}."
+        )
+    if settings.server.outlier is not None:
+        raise FurlongError(
+            f"privacy.level = client with server.outlier = {settings.server.outlier:g}: it looks at "
+            "single updates, which the budget does not cover, and the clip bounds them already. "
+            "Leave it out."
         )
     if settings.data.name == SITES:
         raise FurlongError(

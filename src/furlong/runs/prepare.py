@@ -172,6 +172,8 @@ def resolved(settings: Config, method: AnyMethod, clients: int | None, k: int) -
 
 def _outlier(settings: Config) -> float | None:
     """How much larger than others an update may be; none: there is no need to look."""
+    if settings.secure.sums or settings.privacy.level == "client":
+        return None  # nobody may look at single updates; clips bound them, or the client does
     times = settings.server.outlier
     if times is None:
         times = USUAL if settings.run.engine == "flower" else 0.0
