@@ -151,8 +151,8 @@ def check_privacy(settings: Config) -> None:
         )
     if settings.server.outlier is not None:
         raise FurlongError(
-            f"privacy.level = client with server.outlier = {settings.server.outlier:g}: it looks at "
-            "single updates, which the budget does not cover, and the clip bounds them already. "
+            f"privacy.level = client with server.outlier = {settings.server.outlier:g}: it looks "
+            "at single updates, which the budget does not cover, and the clip bounds them already. "
             "Leave it out."
         )
     if settings.data.name == SITES:
