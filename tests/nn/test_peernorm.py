@@ -309,7 +309,7 @@ def test_early_norm_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet18+xx", r"early norm is called 'xx'.*Valid: gn, pn"),
+        ("resnet18+xx", r"early norm is called 'xx'.*Valid: all_gn, gn, pn"),
         ("resnet18+pnn", "Did you mean 'pn'"),
         ("resnet18+", "early norm is called ''"),
         ("+pn", "Unknown encoder ''"),
