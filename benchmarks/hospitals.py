@@ -140,10 +140,11 @@ def rows() -> dict[str, Options]:
     }
     without = {
         f"without {site}": {"method": "fedsimclr", "bound": f"without:{site}"}
-        for site in SITES[:-1]
+        for site in SITES
     }
     asked = [("nothing", ways), ("ImageNet", first), ("LoRA", first), ("nothing", methods)]
     asked += [("nothing", without), ("ImageNet", ways), ("LoRA", ways), ("ImageNet", without)]
+    asked += [("LoRA", without)]
     return {
         f"{start}: {way}": {**STARTS[start], **options}
         for start, some in asked
