@@ -445,6 +445,7 @@ def cells(*cells: str) -> str:
 
 def spread(values: list[float], digits: int = 1) -> str:
     """Mean ± standard deviation."""
+    values = [value for value in values if value == value]  # NaN: a row has no such number
     if not values:
         return "–"
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
