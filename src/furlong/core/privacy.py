@@ -66,7 +66,8 @@ class PrivacySettings:
     noise_at: Literal["server", "clients"] = setting(
         "server",
         "Level client: who adds the noise; clients: each a share, so that the sum has enough of it "
-        "if train.min_clients answer, for each of them too. Protects from the server only with secure aggregation.",
+        "if train.min_clients answer, for each of them too. Protects from the server only with "
+        "secure aggregation.",
     )
     noise_from: Literal["secret", "seed"] = setting(
         "secret",
