@@ -110,6 +110,16 @@ def test_what_cannot_be_audited_is_refused(finished: Path, furlong_: Call) -> No
         assert reason in refused.err
 
 
+def test_what_was_sent_under_secret_noise_is_not_made_again(tmp_path: Path) -> None:
+    """Its secret is gone: a replay would be another run. What is published is attacked."""
+    given = {"model.early_norm": "all_gn", "privacy.max_ratio": "inf", "rounds": 1}
+    private = {"privacy.level": "record", "privacy.noise": 1.0, **given}
+    ask = auditing.Ask(images=20)
+    made = auditing.audit(trained(tmp_path / "run", "fedrot", **private), ask)
+    assert {finding.attack.target for finding in made.findings} == {auditing.PUBLISHED}
+    assert {row["target"] for row in made.not_tried} == {"upload", "features", "gradient"}
+
+
 def test_without_images_that_were_not_seen_there_is_no_audit(tmp_path: Path) -> None:
     with pytest.raises(FurlongError, match="has not seen"):
         auditing.audit(trained(tmp_path / "run", **{"data.test_images": 30}), auditing.Ask())

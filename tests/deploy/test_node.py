@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from PIL import Image
 
 from furlong.cli import main
 from furlong.core.context import Exchange
+from furlong.core.privacy import PrivacySettings
 from furlong.deploy.agreement import Refusal
 from furlong.deploy.disclosure import disclosure
 from furlong.deploy.node import OwnImages, Site, without_paths
@@ -64,7 +66,9 @@ def test_a_node_reads_a_manifest_as_the_run_says(tmp_path: Path) -> None:
     assert tuple(found.pixels.shape) == (5, 1, 16, 16)
     assert found.pixels[:, 0, 0, 0].tolist() == [0, 64, 128, 191, 191]
     assert found.labels is None
-    assert found.weights is None
+    private = replace(settings, privacy=PrivacySettings("record", noise=1.0))
+    with pytest.raises(FurlongError, match="there several times"):  # two records are one image
+        participate(private, found, {0: 5, 1: 5}, 0)
 
 
 @pytest.mark.parametrize(
@@ -252,15 +256,30 @@ def test_a_site_answers_once_under_a_budget(tmp_path: Path) -> None:
     header = {"run": "ab" * 16, "since": None}
     (tmp_path / "runs" / header["run"]).mkdir(parents=True)
     first, second, third = (Exchange(k, index=k) for k in range(3))
-    for _ in range(2):  # the run went back to a checkpoint
-        site._spend(header, party, 0, first, b"weights")
+    patient = replace(settings, train=replace(settings.train, min_clients=1))
+    for known in (settings, settings, patient):  # the run went back to a checkpoint
+        site._spend(header, known, party, 0, first, b"weights")
+    faster = replace(settings, optimiser=replace(settings.optimiser, lr=0.5))
+    for about, known, exchange, weights_ in (
+        (header, settings, first, b"other weights"),
+        ({**header, "since": {"exchange": 0}}, settings, first, b"weights"),
+        ({**header, "sizes": {"0": 24, "1": 10_000}}, settings, first, b"weights"),
+        (header, settings, replace(first, round=1), b"weights"),
+        (header, faster, first, b"weights"),
+    ):
+        with pytest.raises(Refusal, match="spend the privacy budget twice"):
+            site._spend(about, known, party, 0, exchange, weights_)
+    with pytest.raises(Refusal, match="as another client"):
+        site._spend(header, settings, party, 1, second, b"weights")
+    plain = tiny("fedrot")
+    with pytest.raises(Refusal, match="began with a privacy budget"):
+        site._spend(header, plain, participate(plain, None, {}), 0, second, b"weights")
+    assert site._end(header, b"")[0] == {"ended": True}  # a server says so, and the account stays
     with pytest.raises(Refusal, match="spend the privacy budget twice"):
-        site._spend(header, party, 0, first, b"other weights")
-    with pytest.raises(Refusal, match="spend the privacy budget twice"):
-        site._spend({**header, "since": {"exchange": 0}}, party, 0, first, b"weights")
-    site._spend(header, party, 0, second, b"weights")
+        site._spend(header, settings, party, 0, first, b"other weights")
+    site._spend(header, settings, party, 0, second, b"weights")
     with pytest.raises(FurlongError, match="used up"):  # there were to be two rounds
-        site._spend(header, party, 0, third, b"weights")
+        site._spend(header, settings, party, 0, third, b"weights")
 
 
 @pytest.mark.slow

@@ -278,7 +278,7 @@ def test_an_update_is_cut_and_the_server_cuts_again(prepared: Callable[..., Prep
 def test_the_mean_has_the_noise_that_is_accounted_for(
     prepared: Callable[..., Prepared], at: str, enough: int, tmp_path: Path
 ) -> None:
-    """With shares, three clients have half as much again as the two that suffice.
+    """With shares, those of all but one suffice: that one knows its own and can take it away.
 
     Where more are to suffice than there are, all three must have answered.
     """
@@ -294,7 +294,7 @@ def test_the_mean_has_the_noise_that_is_accounted_for(
         flatten(new)[0]["weights/backbone.conv4.weight"]
         - flatten(state)[0]["weights/backbone.conv4.weight"]
     )
-    parts = 1.0 if at == "server" else 3 / min(enough, 3)
+    parts = 1.0 if at == "server" else 3 / (min(enough, 3) - 1)
     assert float(moved.std()) == pytest.approx(noise * clip / 3 * math.sqrt(parts), rel=0.03)
     assert ctx.metrics["epsilon"] == epsilon_of((Release(1.0, noise, 1),), 1e-5)
     one = run.method.aggregate(state, reports[:1], ctx)  # the divisor is who was asked
@@ -302,7 +302,7 @@ def test_the_mean_has_the_noise_that_is_accounted_for(
         flatten(one)[0]["weights/backbone.conv4.weight"]
         - flatten(state)[0]["weights/backbone.conv4.weight"]
     )
-    parts = 1.0 if at == "server" else 1 / min(enough, 3)
+    parts = 1.0 if at == "server" else 1 / (min(enough, 3) - 1)
     assert float(moved.std()) == pytest.approx(noise * clip / 3 * math.sqrt(parts), rel=0.03)
     assert run.method.aggregate(state, [], ctx) is state
 
@@ -321,6 +321,25 @@ def test_another_sum_gets_other_noise_and_the_same_one_the_same(
     two = run.method.aggregate(state, reports[:2], ctx)
     assert distance(all_three, two) > 100 * 0.33  # a clipped update alone is a third at most
     assert Ledger(tmp_path).rounds(0) == 2
+
+
+def test_a_share_of_noise_is_never_used_twice(prepared: Callable[..., Prepared]) -> None:
+    """A round that is done again without a client, or with other shares, must not give it away."""
+    shares = {"privacy.noise_at": "clients", "privacy.noise_from": "secret", "train.min_clients": 2}
+    run = prepared("fedsimclr", **{**CLIENT, **shares, "optimiser.lr": 1e-6})
+    one, two = (flatten(answer(run).upload)[0]["weights/backbone.conv4.weight"] for _ in "12")
+    assert float((one - two).std()) == pytest.approx(math.sqrt(2), rel=0.03)
+
+
+def test_noise_of_another_size_is_other_noise(prepared: Callable[..., Prepared]) -> None:
+    """The same noise, twice as large, would fall out of the two answers."""
+    run, name = prepared("fedrot", **RECORD, **PLAIN), "weights/backbone.conv4.weight"
+    start = flatten(run.server.init())[0][name]
+    moves = []
+    for noise in (1000.0, 2000.0):
+        method = replace(run.method, privacy=replace(run.method.privacy, noise=noise))
+        moves.append(flatten(answer(replace(run, method=method)).upload)[0][name] - start)
+    assert abs(float(torch.corrcoef(torch.stack([m.flatten() for m in moves]))[0, 1])) < 0.1
 
 
 def test_a_client_is_charged_for_the_rounds_in_which_it_is_asked() -> None:
@@ -461,4 +480,7 @@ def test_more_than_the_budget_is_never_spent(
     run.method.aggregate(state, reports[1:], server.context(first))
     with pytest.raises(FurlongError, match="budget is used up"):
         run.method.aggregate(state, reports, server.context(second))
+    with pytest.raises(FurlongError, match="budget is used up"):  # the first one a third time
+        run.method.aggregate(state, reports[:2], server.context(first))
+    run.method.aggregate(state, reports, server.context(first))  # which costs nothing
     assert Ledger(tmp_path).epsilon(1e-5) <= 5.0

@@ -168,6 +168,12 @@ def _of_run(record: RunRecord, ask: Ask, given: Mapping[str, Any], tell: Tell, s
     asked = [target for target in ask.only if target != "published"]
     if not config.sends(settings.run.bound):
         made.leave(asked, "nothing is sent in such a run: it is a bound of a federation")
+    elif settings.privacy.level != "none" and settings.privacy.noise_from == "secret":
+        made.leave(
+            asked,
+            "what clients sent cannot be made again: the secret of its noise was thrown away when "
+            "the run ended; audit a run with --privacy.noise-from seed",
+        )
     elif asked:
         sent = replay(prepared, record, ask.client, partial(tell, "replaying"), say)
         made.about["sent"] = {

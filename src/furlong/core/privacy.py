@@ -66,7 +66,8 @@ class PrivacySettings:
     noise_at: Literal["server", "clients"] = setting(
         "server",
         "Level client: who adds the noise; clients: each a share, so that the sum has enough of it "
-        "if train.min_clients answer. Protects from the server only with secure aggregation.",
+        "if train.min_clients answer, for each of them too. Protects from the server only with "
+        "secure aggregation.",
     )
     noise_from: Literal["secret", "seed"] = setting(
         "secret",
@@ -191,28 +192,37 @@ class Ledger:
         self._entries |= {(exchange, client, mark): r for client, mark, r in releases}
         lines = [[*key, r.sampling, r.noise, r.count] for key, r in self._entries.items()]
         text = "[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._path, text.encode())
 
     def marks(self, exchange: int, client: int) -> set[str]:
         """Of what was released of ``client`` in ``exchange``."""
         return {mark for e, k, mark in self._entries if (e, k) == (exchange, client)}
 
+    def clients(self) -> set[int]:
+        """Of whom something was released."""
+        return {client for _, client, _ in self._entries}
+
     def rounds(self, client: int) -> int:
         """How many releases there were of ``client``."""
         return sum(k == client for _, k, _ in self._entries)
 
     def epsilon(
-        self, delta: float, pending: dict[int, Release] | None = None, now: int = -1
+        self,
+        delta: float,
+        pending: dict[int, Release] | None = None,
+        now: int = -1,
+        mark: str | None = None,
     ) -> float:
         """The ε of the client, or of a record of the client, of whom most was released.
 
         ``pending``: what exchange ``now`` is going to release of clients; who has an entry there
-        already is expected to get the same result again.
+        already is expected to get the same result again, unless ``mark`` says which it is.
         """
         each: dict[int, Counter[tuple[float, float]]] = {}
         for (_, client, _), r in self._entries.items():
             each.setdefault(client, Counter())[r.sampling, r.noise] += r.count
-        known = {client for exchange, client, _ in self._entries if exchange == now}
+        known = {k for e, k, m in self._entries if e == now and mark in (None, m)}
         for client, r in (pending or {}).items():
             if client not in known:
                 each.setdefault(client, Counter())[r.sampling, r.noise] += r.count

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +36,11 @@ from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import can_fork
 from furlong.errors import FurlongError, describe
 from furlong.files import write_atomically
-from furlong.methods.wrappers.private import Private
-from furlong.runs.config import Config
+from furlong.methods.wrappers.private import budgeted
+from furlong.runs.config import Config, all_facts
 from furlong.runs.datasets import skipped
 from furlong.runs.folder import RunFolder
-from furlong.runs.nodes import Participant, own_size, participate
+from furlong.runs.nodes import Participant, own_size, participate, told
 from furlong.words import size
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ class OwnImages:
     limit: int | None = None
 
     def load(self, image_size: int, how: Reading) -> ImageSet:
-        """All images, brought to squares; one with a weight is there as often as that says."""
+        """All images, brought to squares; one with a weight is there as often as that says.
+
+        The weights stay with them, for a privacy budget of single images asks how often each is.
+        """
         found = data.load(
             self.name,
             "train",
@@ -73,7 +76,7 @@ class OwnImages:
         ).unlabelled()
         if found.weights is None:
             return found
-        return replace(found.subset(found.weighted(torch.arange(len(found)))), weights=None)
+        return found.subset(found.weighted(torch.arange(len(found))))
 
 
 @dataclass
@@ -186,7 +189,7 @@ class Site:
             down = decode(bytearray(whole))
         except PayloadError as error:
             raise Refusal(f"a download that cannot be read: {error}") from None
-        self._spend(header, party, client, exchange, whole)
+        self._spend(header, settings, party, client, exchange, whole)
         turn = f"round {exchange.round + 1}"
         self.say(f"{turn}: {exchange.kind}, {size(len(whole))} received")
         ((_, report),) = engine.exchange(exchange, {client: down})
@@ -320,22 +323,38 @@ class Site:
     def _spend(
         self,
         header: Mapping[str, Any],
+        settings: Config,
         party: Participant,
         client: int,
         exchange: Exchange,
         whole: Any,
     ) -> None:
-        """Charge the site's own account before training, and refuse to be asked twice."""
-        method = party.method
-        if not isinstance(method, Private):
+        """Charge the site's own account before training, and refuse to be asked twice.
+
+        The account is not in the run's folder, which a server may have deleted.
+        """
+        method, ledger = budgeted(party.method), Ledger(self.folder / "spent" / header["run"])
+        if method is None:
+            if ledger.clients():
+                raise Refusal("this run began with a privacy budget, and now it has none")
             return
-        since = json.dumps(header.get("since"), sort_keys=True).encode()
-        mark = hashlib.sha256(hashlib.sha256(whole).digest() + since).hexdigest()
-        ledger = Ledger(self._run(header))
+        if method is not party.method:
+            raise Refusal("a privacy budget together with secure.sums is not built across machines")
+        if ledger.clients() - {client}:  # or one site would be given the budgets of several
+            raise Refusal(f"this site has answered as another client of this run than {client}")
+        # whatever else changes the answer: the same noise over another one would fall out of both
+        config = told(settings)
+        free = [name.split(".") for name, fact in all_facts().items() if fact.resume]
+        for section, key in free:  # may differ in a run that goes on, and changes no answer
+            config.get(section, {}).pop(key, None)
+        names = ("since", "sizes", "given", "encoding")
+        about = [config, asdict(exchange), *(header.get(name) for name in names)]
+        rest = json.dumps(about, sort_keys=True).encode()
+        mark = hashlib.sha256(hashlib.sha256(whole).digest() + rest).hexdigest()
         if ledger.marks(exchange.index, client) - {mark}:
             raise Refusal(
-                f"exchange {exchange.index + 1} was answered already, for other weights: another "
-                "answer would spend the privacy budget twice"
+                f"exchange {exchange.index + 1} was answered already, for other weights or "
+                "settings: another answer would spend the privacy budget twice"
             )
         method.require_budget(ledger, party.setup, exchange, [client])
         ledger.add(exchange.index, [(client, mark, method.release(party.setup, client))])

@@ -87,8 +87,12 @@ def budget(spent: Mapping[str, Any]) -> list[str]:
         "encoder too. It does not cover who took part, how many images each client has, failures "
         "and times, nor accuracies and figures that were measured on the clients' images.",
     ]
-    if spent["noise_at"] == "clients" and spent["level"] == "client":
-        says.append("Against the server it holds only with secure aggregation.")
+    if spent["level"] == "client":
+        says.append(
+            "Against the server it holds only with secure aggregation."
+            if spent["noise_at"] == "clients"
+            else "Not against the server, which saw the cut updates without noise."
+        )
     if spent["noise_from"] == "seed":
         says.append(
             "The noise was made from the run's seed, for an experiment: whoever knows the seed can "

@@ -48,6 +48,12 @@ def parties(
     if method.needs_labels and train.labels is None:
         raise FurlongError(f"method {settings.method['name']} needs labels; {train.name} has none.")
     check_privacy(settings)
+    repeated = train.weights is not None and bool(train.weights.gt(1).any())
+    if settings.privacy.level == "record" and repeated:
+        raise FurlongError(
+            "privacy.level = record with weights above 1 (the column 'weight'): such an image is "
+            "there several times, and the budget is that of one. Leave the weights out."
+        )
     if settings.run.bound == "pooled":
         return private(method, settings, secret), federation.pooled()
     if settings.run.bound == "single":

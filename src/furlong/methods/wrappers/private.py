@@ -26,6 +26,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from secrets import token_hex
 from typing import Any, ClassVar
 
 import torch
@@ -199,14 +200,22 @@ class Private(Wrapping[Any]):
         return Noise(self.secret, self.privacy.level, *where)
 
     def require_budget(
-        self, ledger: Ledger, setup: Setup, exchange: Exchange, clients: list[int]
+        self,
+        ledger: Ledger,
+        setup: Setup,
+        exchange: Exchange,
+        clients: list[int],
+        mark: str | None = None,
     ) -> None:
-        """Stop before an exchange with ``clients`` that would spend more than there is."""
+        """Stop before an exchange with ``clients`` that would spend more than there is.
+
+        ``mark``: of the result, where it is known; then only the same result is free.
+        """
         limit = self.privacy.epsilon
         if limit is None:
             return
         pending = {client: self.release(setup, client) for client in clients}
-        after = ledger.epsilon(self.delta(setup), pending, exchange.index)
+        after = ledger.epsilon(self.delta(setup), pending, exchange.index, mark)
         if after > limit * (1 + 1e-9):
             raise FurlongError(
                 f"the privacy budget is used up: ε would be {after:.4g} after round "
@@ -252,10 +261,11 @@ class PrivateClients(Private):
                 "privacy.level = client needs a method of which only the mean of the clients' "
                 f"weights is used; of this one, {self.inner.singles}. Choose another method."
             )
-        if self.privacy.noise_at == "clients" and self.min_clients < 1:
+        if self.privacy.noise_at == "clients" and self.min_clients < 2:
             raise FurlongError(
-                "privacy.noise_at = clients needs --train.min-clients: the shares of so many "
-                "clients must be noise enough, and with fewer answers the run stops."
+                "privacy.noise_at = clients needs --train.min-clients 2 or more: the shares of so "
+                "many clients but one, which knows its own, must be noise enough, and with fewer "
+                "answers the run stops."
             )
 
     def units(self, setup: Setup) -> int:
@@ -297,10 +307,13 @@ class PrivateClients(Private):
         base, upload = flatten(down)[0], flatten(local.upload)[0]
         move = clipped(_moves(upload, base), self.privacy.clip)
         if self.privacy.noise_at == "clients":
-            stream = self._stream("share", ctx.client, ctx.exchange.index, digest(move))
+            # a client does not know whose updates its own is added to: if the round is done again
+            # with others, the same share would fall out of the difference of the two sums
+            once = digest(move) if self.privacy.noise_from == "seed" else token_hex()
+            stream = self._stream("share", ctx.client, ctx.exchange.index, once)
             share = self.release(ctx.setup, ctx.client).noise * self.privacy.clip
             asked = len(self.cohort_of(ctx.setup, ctx.exchange))  # a small cohort must be complete
-            share /= math.sqrt(min(self.min_clients, asked))
+            share /= math.sqrt(max(1, min(self.min_clients, asked) - 1))  # each knows its own
             move = {name: m + share * stream.normal(m.shape) for name, m in move.items()}
         sent = {name: (base[name].double() + m).to(base[name].dtype) for name, m in move.items()}
         return Local(local.state, replace_tensors(local.upload, sent), {})
@@ -325,7 +338,7 @@ class PrivateClients(Private):
         mark = ""
         if last is not None:
             if self.privacy.noise_at == "server":
-                stream = self._stream("sum", ctx.exchange.index, digest(total))
+                stream = self._stream("sum", ctx.exchange.index, digest(total), release)
                 size = release.noise * self.privacy.clip
                 total = {name: m + size * stream.normal(m.shape) for name, m in total.items()}
             mean = {
@@ -333,6 +346,8 @@ class PrivateClients(Private):
                 for name, m in total.items()
             }
             mark = digest(mean)
+            if self.privacy.noise_at == "server":  # nobody has seen it yet
+                self.require_budget(ledger, ctx.setup, ctx.exchange, asked, mark)
             last = Report(
                 asked[0], last.exchange, 1, replace_tensors(last.upload, mean), dict[str, float]()
             )
@@ -445,7 +460,9 @@ class PrivateRecords(Private):
         """As the method does, with noisy steps; no metrics, for they are not covered."""
         release = self.release(ctx.setup, ctx.client)
         started = digest((down, state, tuple(ctx.moments)))
-        stream = self._stream("steps", ctx.client, ctx.exchange.index, started)
+        # the same noise with another σ, clip or rate would fall out of the two results
+        how = (release, self.privacy, ctx.setup.optimiser, ctx.learning_rate)
+        stream = self._stream("steps", ctx.client, ctx.exchange.index, started, how)
         places = self.places(ctx.setup, ctx.client)
         known = {f.name: getattr(ctx, f.name) for f in fields(ctx)}
         noisy = _NoisyContext(

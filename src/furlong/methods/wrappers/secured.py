@@ -35,6 +35,7 @@ from furlong.core.secure.numbers import Layout, Sum, fraction_bits
 from furlong.core.secure.primitives import SHARE, SIGNATURE, ProtocolError
 from furlong.core.secure.protocol import ADVERT, SEALED, Alive, Inbox, Offer, Secrets, Signed, Up
 from furlong.core.secure.settings import SecureSettings
+from furlong.errors import FurlongError
 from furlong.methods.wrappers import Wrapping
 from furlong.seeding import seeded
 
@@ -340,7 +341,7 @@ class Secured(Wrapping[State]):
             found = layout.decode(total)
             images = sum(self._weight(ctx.setup, client) for client in now.alive)
             _check_sum(found, images, layout.bound)
-        except ProtocolError as error:
+        except FurlongError as error:  # of the protocol, or a sum that makes no sense
             return self._give_up(server, str(error), ctx)
         like, means = self._like(server, ctx), self._gathered(found.means)
         typed = {name: means[name].to(t.dtype) for name, t in flatten(like)[0].items()}
