@@ -167,3 +167,9 @@ def test_a_digest_sees_every_bit() -> None:
     assert digest(value) == digest({"w": torch.zeros(3)})
     assert digest(value) != digest({"w": torch.tensor([0.0, 0.0, 1e-40])})
     assert digest(value) != digest({"v": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("given", [{"epsilon": 8.0}, {"noise": 1.0}])
+def test_a_budget_without_a_level_is_refused(given: dict[str, float]) -> None:
+    with pytest.raises(FurlongError, match="nobody would be protected"):
+        PrivacySettings(**given)

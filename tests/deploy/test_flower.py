@@ -97,7 +97,7 @@ def test_a_node_killed_in_mid_round_and_back(federation: Federation) -> None:
 
     If its SuperNode could not say goodbye, Flower holds its place for a minute.
     """
-    config = federation.config("killed", "fedema", rounds=1, epochs=40, **{"run.deadline": 15})
+    config = federation.config("killed", "fedema", rounds=1, epochs=40, **{"run.deadline": 30})
     run = federation.start("killed", "run", config, "--out", "killed")
     before = federation.log("node1").count("received")
     federation.wait(lambda: federation.log("node1").count("received") > before, "work at node 1")

@@ -199,7 +199,7 @@ def _on_upload(
     """The encoder in an upload, which has seen the images of one client last."""
     encoder = p.method.local_encoder(sent.upload, p.server.context(sent.exchange))
     if encoder is None:
-        made.leave(["upload"], "no whole encoder is in what this method's clients send")
+        made.leave(["upload"], "no whole encoder can be read from what this run's clients send")
         return
     losses = _losses_of(p, here, sent.upload, begun)
     rows, target = p.federation.rows[sent.client], f"upload of client {sent.client}"

@@ -85,6 +85,12 @@ class PrivacySettings:
     def __post_init__(self) -> None:
         check(self, "privacy")
         if self.level == "none":
+            if self.epsilon is not None or self.noise is not None:
+                raise FurlongError(
+                    "privacy.epsilon or privacy.noise is given and privacy.level is none: nobody "
+                    "would be protected. Say whom: --privacy.level record or --privacy.level "
+                    "client; or leave budget and noise out."
+                )
             return
         if (self.epsilon is None) == (self.noise is None):
             raise FurlongError(
