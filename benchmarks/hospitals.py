@@ -139,8 +139,7 @@ def rows() -> dict[str, Options]:
         "federated, FedVICReg": {"method": "fedvicreg"},
     }
     without = {
-        f"without {site}": {"method": "fedsimclr", "bound": f"without:{site}"}
-        for site in SITES
+        f"without {site}": {"method": "fedsimclr", "bound": f"without:{site}"} for site in SITES
     }
     asked = [("nothing", ways), ("ImageNet", first), ("LoRA", first), ("nothing", methods)]
     asked += [("nothing", without), ("ImageNet", ways), ("LoRA", ways), ("ImageNet", without)]
