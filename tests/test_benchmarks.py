@@ -14,17 +14,8 @@ SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
 LIMIT = 600  # seconds; the longest takes about twenty on an idle machine, a hang takes for ever
 
 
-QUICK = ("throughput.py",)  # which once hung: it computes with threads before it starts workers
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in SCRIPTS
-        if name != "measuring.py"
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "measuring.py"])
 def test_the_smoke_mode(script: str) -> None:
     """As a user starts it: from the root of the repository, with all cores for torch."""
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}

@@ -63,6 +63,7 @@ def test_commands_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     config.load(file if file and Path(file).exists() else None, options)
 
 
+@pytest.mark.slow
 def test_the_first_python_example_runs(tmp_path: Path) -> None:
     path = tmp_path / "example.py"
     path.write_text(blocks("python")[0], encoding="utf-8")

@@ -479,8 +479,17 @@ def finished(p: Prepared, workers: int = 1) -> tuple[Any, bytes]:
 @pytest.mark.parametrize(
     ("method", "rule"),
     [("fedsimclr", rule) for rule in RULES]
-    + [("fedu", "adam"), ("fedca", "momentum"), ("fcl", "krum"), ("mfcl", "median")]
-    + [("fedbyol", "ldawa"), ("fedema", "geometric_median")],
+    + [
+        pytest.param(method, rule, marks=pytest.mark.slow)
+        for method, rule in {
+            "fedu": "adam",
+            "fedca": "momentum",
+            "fcl": "krum",
+            "mfcl": "median",
+            "fedbyol": "ldawa",
+            "fedema": "geometric_median",
+        }.items()
+    ],
 )
 def test_every_rule_runs_with_the_same_bits(method: str, rule: str) -> None:
     p = prepare(five(method, server__rule=rule))

@@ -70,6 +70,7 @@ def test_mistakes(furlong_: Call, words: str, said: str) -> None:
 # ---------------------------------------------------------------- all of it
 
 
+@pytest.mark.slow
 @needs_nginx
 def test_a_federation_behind_nginx(tmp_path: Path) -> None:
     """SuperLink, nginx and two nodes; one of the nodes is unknown."""

@@ -57,6 +57,7 @@ def test_sums_under_masks(federation: Federation, tmp_path: Path) -> None:
     assert not any(line["failures"] for line in lines)
 
 
+@pytest.mark.slow
 def test_an_unknown_node_is_refused(federation: Federation, tmp_path: Path) -> None:
     """A key that nobody registered: the node ends, with an error that says why."""
     federation.call("certs", str(tmp_path / "other"), "--own-key", "stranger")

@@ -128,7 +128,7 @@ def test_state_left_behind_is_noticed_by_bits(tmp_path: Path) -> None:
         pytest.param("fedema", 6, marks=pytest.mark.slow),
         pytest.param("fedca", 4, marks=pytest.mark.slow),
         pytest.param("mfcl", 4, marks=pytest.mark.slow),
-        ("mfcl", 6),
+        pytest.param("mfcl", 6, marks=pytest.mark.slow),
     ],
 )
 def test_server_killed_at_any_message_goes_on_with_the_same_bits(

@@ -75,8 +75,15 @@ class Visit:
 
 
 @pytest.mark.parametrize("name", ["run", "alone", "comparison"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (390, "light"),
+        (1280, "dark"),
+        pytest.param(390, "dark", marks=pytest.mark.slow),
+        pytest.param(1280, "light", marks=pytest.mark.slow),
+    ],
+)
 def test_page_fits_and_is_quiet(
     browser: Any, pages: dict[str, Path], name: str, scheme: str, width: int
 ) -> None:

@@ -141,7 +141,9 @@ PARTS = {"evaluate.probe": "none", "method.upload_mb": 2}  # MFCL's codes in sev
     [
         ("fedca", {"evaluate.probe": "none"}, None),
         ("fcl", {"evaluate.probe": "none"}, None),
-        ("mfcl", {**PARTS, "method.refresh": "per_epoch"}, (3, -1)),
+        pytest.param(
+            "mfcl", {**PARTS, "method.refresh": "per_epoch"}, (3, -1), marks=pytest.mark.slow
+        ),
         ("mfcl", {**PARTS, "method.train_sensor": False}, (-1,)),
         pytest.param("mfcl", {**PARTS, "method.refresh": "once"}, None, marks=pytest.mark.slow),
         pytest.param(

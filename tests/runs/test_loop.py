@@ -614,6 +614,7 @@ def test_a_client_with_one_image_is_refused(draw: Callable[..., Path]) -> None:
 # ---------------------------------------------------------------- angles, the server's own work
 
 
+@pytest.mark.slow
 def test_angles_between_two_clients(tmp_path: Path) -> None:
     """FedCA's Figure 4: small where clients hardly move, larger where they do; and drawn."""
     medians = []
@@ -640,6 +641,7 @@ def test_angles_do_not_change_the_bits(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_the_servers_work_is_logged_and_its_files_are_removed(tmp_path: Path) -> None:
     said: list[str] = []
     settings = tiny("mfcl", out=str(tmp_path / "run"), **{"evaluate.angles": 5})

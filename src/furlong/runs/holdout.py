@@ -28,11 +28,12 @@ def hold_out(images: ImageSet, settings: Config) -> tuple[Tensor, Tensor, str]:
     cut = max(1, int(SHARE * len(images)))
     if data.validation and data.test_images:
         cut = data.test_images
-        if cut > len(images) // 2:
+        left = len(images) - cut
+        if left < cut // 4:
             raise FurlongError(
                 f"data.test_images is {cut:,}, and with data.validation that many of the "
-                f"{len(images):,} training images are held out: more would be tested on than "
-                "trained on. Take at most half, or raise --data.images."
+                f"{len(images):,} training images are held out: {max(left, 0):,} would be left to "
+                "train on. Lower --data.test-images, or raise --data.images."
             )
     why = "data.validation" if data.validation else "no test split"
     if images.patients is None or data.holdout_by == "image":
