@@ -16,6 +16,7 @@ from furlong.reports.page import ENCODERS
 from furlong.reports.parts import budget, traffic
 from furlong.reports.rendering import render
 from furlong.reports.tables import by_encoder
+from furlong.runs.config import RANDOM
 from furlong.runs.cost import sent_by, without_data
 from furlong.runs.initial import HUB
 from furlong.runs.record import RunRecord, Split, Summary
@@ -69,6 +70,8 @@ def _rule(server: Mapping[str, Any]) -> str:
 def _initial(model: Mapping[str, Any]) -> str:
     """Where the weights came from that training started from, without the path; else empty."""
     source = str(model.get("init") or "")
+    if source == RANDOM:
+        return ""
     return source if source.startswith(HUB) else Path(source).name
 
 

@@ -20,7 +20,7 @@ from furlong.errors import FurlongError, nearest
 from furlong.reports import printed
 from furlong.reports.columns import PROTOCOLS, Key, kind_of, measured_by, word
 from furlong.reports.significance import FEWEST, Difference, holm, paired
-from furlong.runs.config import Config, all_facts
+from furlong.runs.config import RANDOM, Config, all_facts
 from furlong.runs.grid import GRID
 from furlong.runs.record import UNTRAINED, Result, RunRecord
 from furlong.words import plural
@@ -349,7 +349,7 @@ def _random(runs: Sequence[MeasuredRun], columns: Sequence[Key]) -> Iterator[Tab
     """The encoder before training; a method with an architecture of its own has its own."""
     apart: dict[tuple[str, str], list[MeasuredRun]] = {}
     for run in runs:
-        who = "initial" if run.settings["model"].get("init") else "random"
+        who = "random" if run.settings["model"].get("init") in (None, RANDOM) else "initial"
         apart.setdefault((who, str(run.encoder.get("encoder", ""))), []).append(run)
     for (who, architecture), same in apart.items():
         alike = sum(other == who for other, _ in apart) == 1

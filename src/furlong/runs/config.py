@@ -25,6 +25,7 @@ from furlong.runs import papers
 from furlong.settings import Fact, check, facts, setting
 
 T = TypeVar("T")
+RANDOM = "random"  # model.init of a run from nothing, where a method is usually begun otherwise
 BOUNDS = ("none", "single", "pooled", "without:SITE")
 WITHOUT = "without:"  # before the name or number of the site that is left out
 
@@ -157,7 +158,9 @@ class ModelSettings:
     init: str | None = setting(
         None,
         "Existing weights to start from: a run folder or an exported file, a file .safetensors, "
-        ".pt or .pth with the names of torchvision, timm, DINOv2 or MAE, or hf:OWNER/NAME.",
+        ".pt or .pth with the names of torchvision, timm, DINOv2 or MAE, hf:OWNER/NAME, or "
+        "scenes[:STEPS]: what SimCLR learns from drawn images before the first round; random: none "
+        "of these.",
         short="init",
         told=False,
         agree=False,

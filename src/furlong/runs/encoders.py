@@ -15,7 +15,7 @@ from furlong.core.payload import Weights
 from furlong.core.weights import recalibrate
 from furlong.methods.wrappers.alone import Alone
 from furlong.nn.lora import A, B
-from furlong.runs.config import Config
+from furlong.runs.config import RANDOM, Config
 from furlong.runs.prepare import Prepared
 from furlong.seeding import seeded, shuffled, threads
 
@@ -28,7 +28,7 @@ def who(settings: Config) -> str:
 
 def untrained(settings: Config) -> str:
     """What the encoder before training is called in results."""
-    return "random" if settings.model.init is None else "initial"
+    return "random" if settings.model.init in (None, RANDOM) else "initial"
 
 
 def encoders(prepared: Prepared, state: Any) -> dict[str, nn.Module]:

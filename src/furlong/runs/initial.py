@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,8 @@ from furlong.core.payload import Weights, pack_tensors
 from furlong.core.weights import first_nonfinite, snapshot
 from furlong.errors import FurlongError
 from furlong.nn.encoders import build_encoder
-from furlong.runs.config import Config
+from furlong.runs.config import RANDOM, Config
+from furlong.runs.drawn import NAME, drawn, steps_of
 from furlong.runs.saved_encoder import fill, read_encoder, read_weights
 from furlong.seeding import seeded
 
@@ -104,13 +105,17 @@ def digest(weights: Weights) -> str:
 # ---------------------------------------------------------------- for a run
 
 
-def begun(settings: Config, setup: Setup, saved: Path | None) -> tuple[Setup, Initial | None]:
+def begun(
+    settings: Config, setup: Setup, saved: Path | None, tell: Callable[[str], None] | None
+) -> tuple[Setup, Initial | None]:
     """``setup`` with the weights that ``model.init`` names.
 
     ``saved``: the encoder before training of a run that goes on; then the source is not needed.
+    ``tell`` hears of long work. Without it nothing is learnt: weights that would have to be learnt
+    first are random, for whoever only wants to know their sizes.
     """
     model = settings.model
-    if model.init is None:
+    if model.init in (None, RANDOM):
         for name, value in (
             ("model.freeze", model.freeze if model.freeze != "none" else None),
             ("model.adapter", model.adapter if model.adapter != "none" else None),
@@ -133,11 +138,21 @@ def begun(settings: Config, setup: Setup, saved: Path | None) -> tuple[Setup, In
         fill(encoder, read_weights(saved)[0], saved)
         found = Initial(model.init, snapshot(encoder), "", ())
     else:
-        found = fitted(encoder, source(model.init), model.init)
+        found = fitted(encoder, _weights(model.init, encoder, setup, tell), model.init)
         if model.init_mismatch == "error":
             _require_whole(found, setup, encoder)
     given = replace(setup.given or Given({}, seed=setup.seed), weights=found.weights)
     return replace(setup, given=given), found
+
+
+def _weights(
+    name: str, encoder: nn.Module, setup: Setup, tell: Callable[[str], None] | None
+) -> Weights:
+    """The tensors of a source by their names there; what is learnt on scenes fits by itself."""
+    steps = steps_of(name)
+    if steps is None:
+        return source(name)
+    return snapshot(encoder) if tell is None else drawn(setup, steps, tell)
 
 
 def fixed(setup: Setup) -> Weights:
@@ -286,14 +301,16 @@ def source(name: str) -> Weights:
     if not path.exists():
         raise FurlongError(
             f"--init {name}: there is no such file or folder. It takes a run folder, a file "
-            f"(.safetensors, .pt, .pth), or {HUB}OWNER/NAME of a repository on the Hub."
+            f"(.safetensors, .pt, .pth), {HUB}OWNER/NAME of a repository on the Hub, {NAME}, or "
+            f"{RANDOM}."
         )
     return _file(path)
 
 
 def located(name: str) -> str:
     """``name`` as it is written down: of a path the whole."""
-    return name if name.startswith(HUB) else str(Path(name).resolve())
+    known = name.startswith(HUB) or name == RANDOM or steps_of(name) is not None
+    return name if known else str(Path(name).resolve())
 
 
 def _names(folder: Path) -> list[str]:

@@ -89,7 +89,9 @@ def run(
     folder = RunFolder.create(out)
     with folder.locked(), _session(settings, folder, say, engine) as session:
         try:
-            prepared = prepare(settings, members=None if session is None else session.members())
+            prepared = prepare(
+                settings, members=None if session is None else session.members(), tell=say
+            )
             at_the_end(settings.evaluate, _images(prepared))  # mistakes show before the training
             trackers.named(settings.run.track)
         except BaseException:
@@ -140,6 +142,7 @@ def resume(
                 settings,
                 members=None if session is None else session.members(),
                 saved=path / "random.safetensors",
+                tell=say,
             )
             split = describe_partition(prepared.train, prepared.split)
             began = folder.record.split

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_bytes
@@ -112,11 +113,13 @@ def prepare(
     training: bool = True,
     members: Members | None = None,
     saved: Path | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Prepared:
     """Read the data, split it, build the method; without public images if nothing is trained.
 
     ``members``: of a run whose nodes bring their own images (``data = sites``). ``saved``: the
-    encoder before training of a run that goes on, which is then what ``--init`` gave.
+    encoder before training of a run that goes on, which is then what ``--init`` gave. ``tell``
+    hears of long work, see ``initial.begun``.
     """
     if members is None:
         train, test, notes = load_data(settings)
@@ -135,7 +138,7 @@ def prepare(
             "figures (shapes) take their place. Give --public NAME, e.g. stl10 or folder:PATH, for "
             "images like the clients'"
         )
-    setup, initial = begun(settings, setup_of(settings, method, federation), saved)
+    setup, initial = begun(settings, setup_of(settings, method, federation), saved, tell)
     notes += [] if initial is None else initial.table()
     server = Server(
         method,

@@ -1,0 +1,113 @@
+"""--init scenes: learnt once, kept, the same bits again, and never learnt where nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Call, tiny
+
+import furlong
+from furlong.errors import FurlongError
+from furlong.methods.fedsimclr import FedSimCLR
+from furlong.runs import drawn
+from furlong.runs.prepare import prepare
+
+SMALL = {
+    "method": "fedsimclr", "clients": 2, "partition": "iid", "rounds": 2, "data.images": 40,
+    "data.test_images": 20, "data.image_size": 16, "evaluate.probe": "none", "run.save_every": 1, "workers": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(drawn, "AT_ONCE", 64)
+    return tmp_path / "cache" / "furlong"
+
+
+def test_learnt_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    first = prepare(tiny(init="scenes:2"), tell=said.append)
+    assert any("learning from drawn scenes" in text for text in said)
+    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(drawn, "_learn", None)  # whoever learns again fails
+    again = prepare(tiny(init="scenes:2"), tell=said.append)
+    assert first.initial is not None and again.initial is not None
+    assert first.initial.about() == again.initial.about()
+    assert {row.state for row in again.initial.rows} == {"matched"}
+    for other in ({"run.seed": 1}, {"init": "scenes:3"}, {"train.server_threads": 2}):
+        with pytest.raises(TypeError):  # these are other weights
+            prepare(tiny(**{"init": "scenes:2", **other}), tell=said.append)
+
+
+def test_the_same_bits_without_the_cache(cache: Path) -> None:
+    found = []
+    for _ in range(2):
+        p = prepare(tiny(init="scenes:3"), tell=lambda _: None)
+        assert p.initial is not None
+        found.append(p.initial.about()["sha256"])
+        for file in cache.iterdir():
+            file.unlink()
+    assert found[0] == found[1]
+
+
+def test_a_cache_that_cannot_be_written_is_only_told(cache: Path) -> None:
+    cache.parent.write_text("a file where a folder should be")
+    said: list[str] = []
+    prepare(tiny(init="scenes:1"), tell=said.append)
+    assert any("cannot keep the weights" in text for text in said)
+
+
+def test_nothing_is_learnt_where_nothing_is_trained(
+    furlong_: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawn, "_learn", None)
+    options = [str(w) for k, v in SMALL.items() for w in (f"--{k.replace('_', '-')}", v)]
+    assert furlong_("cost", "--init", "scenes", *options).code == 0
+
+
+def test_a_run_begins_with_them_and_resumes_without_the_cache(tmp_path: Path, cache: Path) -> None:
+    settings: dict[str, Any] = {**SMALL, "init": "scenes:2", "out": str(tmp_path / "run")}
+    run = furlong.run(**settings)
+    results = json.loads((run.folder / "summary.json").read_text())["results"]
+    assert {row["who"] for row in results} == {"initial", "federated"}
+    for file in cache.iterdir():
+        file.unlink()
+    whole = json.loads((run.folder / "digests.json").read_text())
+    for later in sorted((run.folder / "checkpoints").iterdir())[1:]:
+        later.rename(tmp_path / later.name)
+    furlong.resume(run.folder)
+    assert json.loads((run.folder / "digests.json").read_text()) == whole
+
+
+def test_random_is_the_same_as_nothing() -> None:
+    plain, named = prepare(tiny()), prepare(tiny(init="random"))
+    assert named.initial is None and named.setup.given is None
+    assert plain.setup == named.setup
+
+
+@pytest.mark.parametrize("wrong", ["scenes:", "scenes:0", "scenes:x", "scenes:-3"])
+def test_wrong_numbers_of_steps(wrong: str) -> None:
+    if wrong == "scenes:":
+        assert drawn.steps_of(wrong) == drawn.STEPS
+        return
+    with pytest.raises(FurlongError, match="from 1 to 1,000,000"):
+        drawn.steps_of(wrong)
+
+
+def test_what_is_learnt_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: list[float] = []
+    real = FedSimCLR.loss
+
+    def watched(self: FedSimCLR, net: Any, batch: Any) -> torch.Tensor:
+        loss = real(self, net, batch)
+        losses.append(float(loss.detach()))
+        return loss
+
+    monkeypatch.setattr(FedSimCLR, "loss", watched)
+    prepare(tiny(init="scenes:30"), tell=lambda _: None)
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.3
