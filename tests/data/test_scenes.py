@@ -14,7 +14,8 @@ def drawn(count: int, size: int = 16, channels: int = 3, seed: int = 0) -> Tenso
 
 def test_the_generator_decides() -> None:
     first, again, other = drawn(12), drawn(12), drawn(12, seed=1)
-    assert first.dtype == torch.uint8 and first.shape == (12, 3, 16, 16)
+    assert first.dtype == torch.uint8
+    assert first.shape == (12, 3, 16, 16)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 

@@ -1,4 +1,4 @@
-"""--init scenes: learnt once, kept, the same bits again, and never learnt where nothing is trained."""
+"""--init scenes: learnt once, kept, the same bits again; nothing is learnt if nothing is trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from furlong.runs.prepare import prepare
 
 SMALL = {
     "method": "fedsimclr", "clients": 2, "partition": "iid", "rounds": 2, "data.images": 40,
-    "data.test_images": 20, "data.image_size": 16, "evaluate.probe": "none", "run.save_every": 1, "workers": 1,
+    "data.test_images": 20, "data.image_size": 16, "evaluate.probe": "none", "run.save_every": 1,
+    "workers": 1,
 }  # fmt: skip
 
 
@@ -36,7 +37,8 @@ def test_learnt_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(drawn, "_learn", None)  # whoever learns again fails
     again = prepare(tiny(init="scenes:2"), tell=said.append)
-    assert first.initial is not None and again.initial is not None
+    assert first.initial is not None
+    assert again.initial is not None
     assert first.initial.about() == again.initial.about()
     assert {row.state for row in again.initial.rows} == {"matched"}
     for other in ({"run.seed": 1}, {"init": "scenes:3"}, {"train.server_threads": 2}):
@@ -86,7 +88,8 @@ def test_a_run_begins_with_them_and_resumes_without_the_cache(tmp_path: Path, ca
 
 def test_random_is_the_same_as_nothing() -> None:
     plain, named = prepare(tiny()), prepare(tiny(init="random"))
-    assert named.initial is None and named.setup.given is None
+    assert named.initial is None
+    assert named.setup.given is None
     assert plain.setup == named.setup
 
 
