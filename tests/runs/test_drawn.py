@@ -1,4 +1,4 @@
-"""--init scenes: learnt once, kept, the same bits again; nothing is learnt if nothing is trained."""
+"""--init scenes: learnt once, kept, the same bits again, and only where something is trained."""
 
 from __future__ import annotations
 
