@@ -29,6 +29,7 @@ from furlong.methods.fedu import FedU
 from furlong.methods.fedu2 import FedU2
 from furlong.methods.fedvicreg import FedVICReg
 from furlong.methods.fedx import FedX
+from furlong.methods.furlong import Furlong
 from furlong.methods.mfcl import MFCL
 from furlong.methods.moon import MOON
 from furlong.methods.orchestra import Orchestra
@@ -58,6 +59,7 @@ class Row:
 
 
 METHODS: dict[str, Row] = {
+    "furlong": Row(Furlong, "contrastive"),
     "fedsimclr": Row(FedSimCLR, "contrastive"),
     "ldawa": Row(
         FedSimCLR,
