@@ -30,6 +30,7 @@ from furlong.nn.encoders import build_encoder
 from furlong.reports import export as exporting
 from furlong.reports.export import export
 from furlong.reports.page import build
+from furlong.reports.parts import budget
 from furlong.runs import evaluate, loop
 from furlong.runs.folder import RunFolder
 
@@ -362,6 +363,27 @@ def test_the_card_has_the_budget(run: Path, tmp_path: Path) -> None:
     assert "no formal privacy guarantee" not in card
     page = build(copy).read_text()
     assert "ε = 7.91 and δ = 1e-05" in page
+
+
+@pytest.mark.parametrize(
+    ("noise_at", "secured", "words"),
+    [
+        ("server", False, "Not against the server, which saw"),
+        ("clients", False, "Not against the server: without secure aggregation"),
+        ("clients", True, "Against the server, too"),
+    ],
+)
+def test_the_budget_says_whether_it_holds_against_the_server(
+    noise_at: str, secured: bool, words: str
+) -> None:
+    spent = {
+        "level": "client", "unit": "each client", "epsilon": 1.0, "delta": 1e-5, "group": 1,
+        "noise": [1.0, 1.0], "clip": 1.0, "ratio": 2.0, "releases": 1, "noise_at": noise_at,
+        "noise_from": "secret",
+    }  # fmt: skip
+    says = budget(spent, secured)
+    assert says[-1].startswith(words)
+    assert "in more than 1 round." in says[1]
 
 
 def test_what_is_absent_is_said_to_be_absent(run: Path, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from furlong.core.payload import Weights, flatten, is_buffer, parts, replace_ten
 from furlong.core.privacy import Ledger, PrivacySettings, Release, epsilon_of, noise_for
 from furlong.errors import FurlongError
 from furlong.methods.wrappers import Wrapping
+from furlong.words import plural
 
 FEW = 100  # clients; with fewer, hiding one of them hides a large share of what there is to learn
 
@@ -103,6 +104,18 @@ class Private(Wrapping[Any]):
     def state_of(self, server: Any, client: int) -> Any:  # noqa: ARG002
         """The inner method's, for everybody."""
         return server
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an exchange that is done again from the same values has the same result."""
+        return True
+
+    def asked(self, server: Any, cohort: list[int], ctx: ServerContext) -> list[int]:
+        """As the method says; stops before anybody is asked for what would exceed the budget."""
+        clients = self.cohort_of(ctx.setup, ctx.exchange)
+        mark = None if self.repeats else token_hex()  # like that of no result there was
+        self.require_budget(Ledger(ctx.workspace()), ctx.setup, ctx.exchange, clients, mark)
+        return super().asked(server, cohort, ctx)
 
     def init_server(self, ctx: ServerContext) -> Any:
         """As the method does."""
@@ -280,22 +293,41 @@ class PrivateClients(Private):
         most = max(self.visits(setup).values())
         return Release(1.0, noise_for(self.privacy.epsilon, 1.0, most, self.delta(setup)), 1)
 
+    @property
+    def repeats(self) -> bool:
+        """Not where clients draw new shares of the noise."""
+        return self.privacy.noise_at == "server" or self.privacy.noise_from == "seed"
+
+    def enough(self, asked: int) -> int:
+        """Of how many of ``asked`` clients the shares are all the noise that is accounted for.
+
+        One fewer than must answer: each knows its own share. A small cohort must be complete.
+        """
+        return max(1, min(self.min_clients, asked) - 1)
+
     def ratio(self, setup: Setup, cohort: list[int], parameters: int) -> float:
-        """σ·√d/m: the mean of m updates is no longer than C."""
-        return self.release(setup, cohort[0]).noise * math.sqrt(parameters) / len(cohort)
+        """σ·√d/m: the mean of m updates is no longer than C; of shares, if all m are there."""
+        m = len(cohort)
+        noise = self.release(setup, cohort[0]).noise * math.sqrt(parameters)
+        if self.privacy.noise_at == "clients":
+            noise *= math.sqrt(m / self.enough(m))
+        return noise / m
 
     def warning(self, setup: Setup, forecast: Forecast) -> str:
         """How long the noise is, and how many clients it would take."""
         clients, m, ratio = len(setup.sizes), forecast.cohort, forecast.ratio
+        needed = plural(max(m, math.ceil(ratio * m)), "client")
+        if self.privacy.noise_at == "clients":
+            needed += ", and train.min_clients in proportion,"
         text = (
-            f"The mean update of a round's {m:,} clients is at most 1 clip long, the noise on it "
-            f"about {ratio:,.3g} clips; as long as the signal it would be with about "
-            f"{max(m, math.ceil(ratio * m)):,} clients in a round."
+            f"The mean update of {plural(m, 'client')} in a round is at most 1 clip long, the "
+            f"noise on it about {ratio:,.3g} clips; as long as the signal it would be with about "
+            f"{needed} in a round."
         )
         if clients < FEW:
             text += (
-                f" With {clients} clients ε says little: to hide one of {clients} is to hide "
-                f"{100 / clients:.2g} % of all there is to learn from. "
+                f" With {plural(clients, 'client')} ε says little: to hide one of {clients} is to "
+                f"hide {100 / clients:.2g} % of all there is to learn from. "
                 "Level record fits few and large clients."
             )
         return text
@@ -312,8 +344,7 @@ class PrivateClients(Private):
             once = digest(move) if self.privacy.noise_from == "seed" else token_hex()
             stream = self._stream("share", ctx.client, ctx.exchange.index, once)
             share = self.release(ctx.setup, ctx.client).noise * self.privacy.clip
-            asked = len(self.cohort_of(ctx.setup, ctx.exchange))  # a small cohort must be complete
-            share /= math.sqrt(max(1, min(self.min_clients, asked) - 1))  # each knows its own
+            share /= math.sqrt(self.enough(len(self.cohort_of(ctx.setup, ctx.exchange))))
             move = {name: m + share * stream.normal(m.shape) for name, m in move.items()}
         sent = {name: (base[name].double() + m).to(base[name].dtype) for name, m in move.items()}
         return Local(local.state, replace_tensors(local.upload, sent), {})
@@ -324,7 +355,6 @@ class PrivateClients(Private):
         if not asked:
             return self.inner.aggregate(server, reports, ctx)
         ledger, release = Ledger(ctx.workspace()), self.release(ctx.setup, asked[0])
-        self.require_budget(ledger, ctx.setup, ctx.exchange, asked)
         total, base, last = Weights(), Weights(), None
         for report in reports:
             base = base or flatten(self.inner.download(server, asked[0], ctx))[0]
@@ -335,7 +365,7 @@ class PrivateClients(Private):
                 move = clipped(move, self.privacy.clip)
             total = {name: total[name] + m for name, m in move.items()} if total else move
             last = report
-        mark = ""
+        mark = "" if self.repeats else token_hex()
         if last is not None:
             if self.privacy.noise_at == "server":
                 stream = self._stream("sum", ctx.exchange.index, digest(total), release)
@@ -419,7 +449,7 @@ class PrivateRecords(Private):
         groups = setup.sizes[client] // self.privacy.group
         if not groups:
             raise FurlongError(
-                f"client {client} has {setup.sizes[client]} images: not one group of "
+                f"client {client} has {plural(setup.sizes[client], 'image')}: not one group of "
                 f"privacy.group = {self.privacy.group}. Give a smaller group."
             )
         return groups
@@ -477,7 +507,6 @@ class PrivateRecords(Private):
         """As the method does, by any rule: what clients sent needs no more protection."""
         asked = self.cohort_of(ctx.setup, ctx.exchange)
         ledger = Ledger(ctx.workspace())
-        self.require_budget(ledger, ctx.setup, ctx.exchange, asked)
         # an answer that was lost on its way, or refused, may have been seen by somebody
         marks = dict.fromkeys(asked, "")
 
