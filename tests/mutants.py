@@ -86,6 +86,7 @@ SECURE = "tests/core/test_secure.py"
 IDENTITY = "tests/deploy/test_secured_remote.py -k 'answers_once or stranger'"
 SECURED = "tests/methods/test_secured.py -k 'drops_out or plain_run or random_bytes or changed'"
 PRIVACY = "tests/core/test_privacy.py tests/methods/test_private.py -m 'not slow'"
+SPENT = "tests/methods/test_secured.py -k 'is_spent or masked_numbers'"
 CODEC = "tests/engines/test_codec.py -k 'not methods_run'"
 COST = (
     "tests/runs/test_cost.py"
@@ -2198,6 +2199,22 @@ MUTANTS = [
         "the page holds images that nobody asked for",
     ),
     Mutant(
+        "audit-share-low",
+        "audit/measures.py",
+        "betaincinv(found, count - found + 1, tail)",
+        "betaincinv(found + 1, count - found + 1, tail)",
+        ATTACKS,
+        "the lower end of a share is too high",
+    ),
+    Mutant(
+        "audit-share-high",
+        "audit/measures.py",
+        "if found < count else 1.0",
+        "if 0 < found < count else found / count",
+        ATTACKS,
+        "none of n is taken for surely none",
+    ),
+    Mutant(
         "package-expected",
         "deploy/package.py",
         "if expected.lower() != found:",
@@ -2223,7 +2240,7 @@ MUTANTS = [
     ),
     Mutant(
         "dp-noise-records",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_records.py",
         "self._noise = ctx.release.noise * self._clip",
         "self._noise = ctx.release.noise",
         PRIVACY,
@@ -2231,7 +2248,7 @@ MUTANTS = [
     ),
     Mutant(
         "dp-expected",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_records.py",
         "self._expected = ctx.release.sampling * ctx.places",
         "self._expected = ctx.places",
         PRIVACY,
@@ -2239,7 +2256,7 @@ MUTANTS = [
     ),
     Mutant(
         "dp-poisson",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_records.py",
         "chosen = self.stream.uniform(self.places) < self.release.sampling",
         "chosen = self.stream.order(self.places) < self.places * self.release.sampling",
         PRIVACY,
@@ -2247,7 +2264,7 @@ MUTANTS = [
     ),
     Mutant(
         "dp-metrics",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_records.py",
         "return Local(local.state, local.upload, {})",
         "return Local(local.state, local.upload, local.metrics)",
         PRIVACY,
@@ -2255,15 +2272,15 @@ MUTANTS = [
     ),
     Mutant(
         "dp-examples",
-        "methods/wrappers/private.py",
-        "replace_tensors(local.upload, sent), {}, examples=1)",
-        "replace_tensors(local.upload, sent), {})",
+        "methods/wrappers/private_clients.py",
+        "equal_weights = True",
+        "equal_weights = False",
         PRIVACY,
         "the number of images leaves uncovered",
     ),
     Mutant(
         "dp-server-noise",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_clients.py",
         "size = release.noise * self.privacy.clip",
         "size = 0.5 * release.noise * self.privacy.clip",
         PRIVACY,
@@ -2271,7 +2288,7 @@ MUTANTS = [
     ),
     Mutant(
         "dp-noise-content",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_clients.py",
         'self._stream("sum", ctx.exchange.index, digest(total), release)',
         'self._stream("sum", ctx.exchange.index)',
         PRIVACY,
@@ -2279,15 +2296,15 @@ MUTANTS = [
     ),
     Mutant(
         "dp-shares",
-        "methods/wrappers/private.py",
-        "share /= math.sqrt(max(1, min(self.min_clients, asked) - 1))",
-        "share /= math.sqrt(max(1, self.min_clients - 1))",
+        "methods/wrappers/private_clients.py",
+        "return max(1, min(self.min_clients, asked) - 1)",
+        "return max(1, self.min_clients - 1)",
         PRIVACY,
         "a cohort smaller than min_clients has too little noise",
     ),
     Mutant(
         "dp-share-twice",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_clients.py",
         'once = digest(move) if self.privacy.noise_from == "seed" else token_hex()',
         "once = digest(move)",
         PRIVACY,
@@ -2295,7 +2312,7 @@ MUTANTS = [
     ),
     Mutant(
         "dp-noise-size",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_records.py",
         'self._stream("steps", ctx.client, ctx.exchange.index, started, how)',
         'self._stream("steps", ctx.client, ctx.exchange.index, started)',
         PRIVACY,
@@ -2303,11 +2320,51 @@ MUTANTS = [
     ),
     Mutant(
         "dp-last-result",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_clients.py",
         "self.require_budget(ledger, ctx.setup, ctx.exchange, asked, mark)",
         "self.require_budget(ledger, ctx.setup, ctx.exchange, asked)",
         PRIVACY,
         "another result of a round that was counted is free",
+    ),
+    Mutant(
+        "dp-ratio-shares",
+        "methods/wrappers/private_clients.py",
+        "noise *= math.sqrt(m / self.enough(m))",
+        "noise *= 1.0",
+        PRIVACY,
+        "noise at the clients is told smaller than it is",
+    ),
+    Mutant(
+        "dp-new-shares",
+        "methods/wrappers/private.py",
+        "mark = None if self.repeats else token_hex()",
+        "mark = None",
+        PRIVACY,
+        "a last round with new noise is done twice within one budget",
+    ),
+    Mutant(
+        "dp-refused",
+        "runs/folder.py",
+        '"flower.log", f"{SERVER}/{KEY}"):',
+        '"flower.log"):',
+        PRIVACY,
+        "a run that is refused leaves its secret behind",
+    ),
+    Mutant(
+        "dp-opened-sum",
+        "methods/wrappers/secured.py",
+        "spent = State(self._merge(server.inner, [], ctx, UNMASK), None)",
+        "spent = State(server.inner, None)",
+        SPENT,
+        "a sum that was opened is not in the account",
+    ),
+    Mutant(
+        "dp-masked-budget",
+        "methods/wrappers/secured.py",
+        "return super().asked(server, cohort, _seen(ctx))",
+        "return cohort",
+        SPENT,
+        "clients send masked numbers that the budget does not hold",
     ),
     Mutant(
         "dp-buffers",
@@ -2327,7 +2384,7 @@ MUTANTS = [
     ),
     Mutant(
         "dp-group",
-        "methods/wrappers/private.py",
+        "methods/wrappers/private_records.py",
         "range(0, len(self.pixels), self.size)",
         "range(0, len(self.pixels), len(self.pixels))",
         PRIVACY,

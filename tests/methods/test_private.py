@@ -23,11 +23,11 @@ from furlong.core.payload import flatten
 from furlong.core.privacy import LEDGER, Ledger, PrivacySettings, Release, epsilon_of
 from furlong.errors import FurlongError
 from furlong.methods.fedsimclr import FedSimCLR
-from furlong.methods.wrappers.private import (
+from furlong.methods.wrappers.private import Private
+from furlong.methods.wrappers.private_clients import clipped
+from furlong.methods.wrappers.private_records import (
     NoisyOptimiser,
-    Private,
     _NoisyContext,
-    clipped,
     clipped_sum,
 )
 from furlong.nn.losses import nt_xent

@@ -30,7 +30,7 @@ from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.methods.base import Averaging, Model
-from furlong.methods.wrappers.private import PrivateClients
+from furlong.methods.wrappers.private_clients import PrivateClients
 from furlong.methods.wrappers.ruled import Ruled
 from furlong.methods.wrappers.secured import PHASES, Secured
 from furlong.runs.cost import predict, without_data
