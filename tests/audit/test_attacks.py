@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.stats import binomtest
 from torch import Tensor, nn
 
 from furlong.audit import gradients, measures, membership, memorisation, sharing
@@ -18,6 +19,7 @@ from furlong.core.method import Shared
 from furlong.data.augment import Augmentation
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
+from furlong.evaluation.metrics import LEVEL
 from furlong.nn.losses import nt_xent
 from furlong.seeding import with_seed
 
@@ -100,6 +102,21 @@ def test_true_positives_by_hand() -> None:
     members = torch.tensor([197.5, 198.5, 196.5, 0.5] * 5)
     found = told(members, others)
     assert found["tpr"].value == pytest.approx(0.5)
+
+
+def test_shares_have_exact_intervals() -> None:
+    """Of Clopper and Pearson, by scipy's own binomial test; none of n is not surely none."""
+    for hits, count in ((0, 100), (3, 100), (100, 100), (10, 20)):
+        found = measures.share(hits, count)
+        wide, wider = (
+            binomtest(hits, count).proportion_ci(level) for level in (LEVEL, measures.VERDICT)
+        )
+        assert (found.low, found.high) == pytest.approx((wide.low, wide.high))
+        assert found.least == pytest.approx(wider.low)
+    assert told(torch.zeros(100), torch.ones(100))["tpr"].high == pytest.approx(0.036, abs=1e-3)
+    black, white = torch.zeros(8, 1, 4, 4), torch.ones(8, 1, 4, 4)
+    none = measures.recognised(black, white, white[:3], 0, together=2)["identified"]
+    assert (none.low, none.high) == (0, pytest.approx(binomtest(0, 4).proportion_ci().high))
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:

@@ -108,6 +108,8 @@ def test_what_cannot_be_audited_is_refused(finished: Path, furlong_: Call) -> No
         refused = furlong_("audit", finished, *words)
         assert refused.code == 2
         assert reason in refused.err
+    missing = furlong_("audit", finished / "nowhere", "--data", "shapes")
+    assert "is not a run folder" in missing.err
 
 
 def test_what_was_sent_under_secret_noise_is_not_made_again(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def test_run_evaluate_report_resume(furlong_: Call, tmp_path: Path) -> None:
     assert (result.code, result.err) == (0, "")
     assert f"run folder: {out} " in result.out  # also if it is longer than the line
     assert "federated" in result.out
-    assert "1 rounds, 3 clients, 72 images" in result.out
+    assert "1 round, 3 clients, 72 images" in result.out
     assert "effective rank" in result.out.splitlines()[1]  # a column
     assert "Effective rank: in how many directions" in result.out
     summary = json.loads((out / "summary.json").read_text())

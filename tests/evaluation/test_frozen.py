@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from furlong.errors import FurlongError
 from furlong.evaluation.angles import angles
 from furlong.evaluation.features import features
-from furlong.evaluation.knn import knn, knn_predict
+from furlong.evaluation.knn import knn, knn_votes
 from furlong.evaluation.linear import RECIPES, linear_probe
 from furlong.nn.encoders import build_encoder
 
@@ -85,8 +85,8 @@ def test_knn_equals_the_loop(k: int, temperature: float) -> None:
     train, labels, test = draw(30, 5), torch.arange(30) % 3, draw(20, 5, seed=1)
     expected = slow_knn(train, labels, test, k, temperature)
     for block in (1, 100, 1 << 25):
-        predicted = knn_predict(train, labels, test, k, temperature, block=block)
-        assert predicted.tolist() == expected
+        votes = knn_votes(train, labels, test, k, temperature, block=block)
+        assert votes.argmax(dim=1).tolist() == expected
     truth = torch.arange(20) % 3
     hits = sum(a == b for a, b in zip(expected, truth.tolist(), strict=True))
     accuracy = knn(train, labels, test, truth, k, temperature)
@@ -101,11 +101,12 @@ def test_knn_of_the_train_set_with_one_neighbour_is_perfect() -> None:
 
 def test_knn_ignores_scale_and_follows_class_permutations() -> None:
     x, y, test = draw(60, 5), torch.arange(60) % 4, draw(40, 5, seed=1)
-    predicted = knn_predict(x, y, test, k=9)
+    predicted = knn_votes(x, y, test, k=9).argmax(dim=1)
     scale = draw(60, 1, seed=2).exp()
-    assert torch.equal(knn_predict(scale * x, y, 17 * test, k=9), predicted)
+    assert torch.equal(knn_votes(scale * x, y, 17 * test, k=9).argmax(dim=1), predicted)
     permutation = torch.tensor([2, 0, 3, 1])
-    assert torch.equal(knn_predict(x, permutation[y], test, k=9), permutation[predicted])
+    moved = knn_votes(x, permutation[y], test, k=9).argmax(dim=1)
+    assert torch.equal(moved, permutation[predicted])
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))

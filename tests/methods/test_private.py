@@ -23,11 +23,11 @@ from furlong.core.payload import flatten
 from furlong.core.privacy import LEDGER, Ledger, PrivacySettings, Release, epsilon_of
 from furlong.errors import FurlongError
 from furlong.methods.fedsimclr import FedSimCLR
-from furlong.methods.wrappers.private import (
+from furlong.methods.wrappers.private import Private
+from furlong.methods.wrappers.private_clients import clipped
+from furlong.methods.wrappers.private_records import (
     NoisyOptimiser,
-    Private,
     _NoisyContext,
-    clipped,
     clipped_sum,
 )
 from furlong.nn.losses import nt_xent
@@ -290,18 +290,16 @@ def test_the_mean_has_the_noise_that_is_accounted_for(
     state, ctx = server.init(), server.context(server.exchanges()[0])
     reports = [answer(run, client=k) for k in range(3)]
     new = run.method.aggregate(state, reports, ctx)
-    moved = (
-        flatten(new)[0]["weights/backbone.conv4.weight"]
-        - flatten(state)[0]["weights/backbone.conv4.weight"]
-    )
+    start = flatten(state)[0]["weights/backbone.conv4.weight"]
+    moved = flatten(new)[0]["weights/backbone.conv4.weight"] - start
     parts = 1.0 if at == "server" else 3 / (min(enough, 3) - 1)
     assert float(moved.std()) == pytest.approx(noise * clip / 3 * math.sqrt(parts), rel=0.03)
+    forecast = run.method.forecast(run.setup)  # the ratio is that of the noise that is there
+    added = clip * forecast.ratio / math.sqrt(forecast.parameters)
+    assert float(moved.std()) == pytest.approx(added, rel=0.03)
     assert ctx.metrics["epsilon"] == epsilon_of((Release(1.0, noise, 1),), 1e-5)
     one = run.method.aggregate(state, reports[:1], ctx)  # the divisor is who was asked
-    moved = (
-        flatten(one)[0]["weights/backbone.conv4.weight"]
-        - flatten(state)[0]["weights/backbone.conv4.weight"]
-    )
+    moved = flatten(one)[0]["weights/backbone.conv4.weight"] - start
     parts = 1.0 if at == "server" else 1 / (min(enough, 3) - 1)
     assert float(moved.std()) == pytest.approx(noise * clip / 3 * math.sqrt(parts), rel=0.03)
     assert run.method.aggregate(state, [], ctx) is state
@@ -359,6 +357,8 @@ def test_few_clients_are_told_and_refused() -> None:
         prepare(tiny("fedsimclr", **{**given, "privacy.max_ratio": 10}))
     notes = prepare(tiny("fedsimclr", **given)).notes
     assert any("33 % of all there is to learn from" in note for note in notes)
+    alone = prepare(tiny("fedsimclr", **given, fraction=0.3)).notes
+    assert any("The mean update of 1 client in a round" in note for note in alone)
     assert any("nobody is protected" in note for note in notes)
 
 
@@ -484,3 +484,36 @@ def test_more_than_the_budget_is_never_spent(
         run.method.aggregate(state, reports[:2], server.context(first))
     run.method.aggregate(state, reports, server.context(first))  # which costs nothing
     assert Ledger(tmp_path).epsilon(1e-5) <= 5.0
+
+
+def test_a_last_round_with_new_shares_of_noise_is_not_done_again(
+    prepared: Callable[..., Prepared], tmp_path: Path
+) -> None:
+    """Every computation releases something new: nobody is asked for what is not in the budget."""
+    budget = {"privacy.noise": None, "privacy.epsilon": 5.0, "privacy.noise_from": "secret"}
+    shares = {"privacy.noise_at": "clients", "train.min_clients": 2}
+    run = prepared("fedsimclr", **{**CLIENT, **budget, **shares})
+    server = replace(run.server, folder=tmp_path)
+    state = server.init()
+    first, last = (server.context(exchange) for exchange in server.exchanges())
+    run.method.asked(state, [0, 1, 2], first)
+    run.method.aggregate(state, [], first)
+    assert run.method.asked(state, [0, 1, 2], last) == [0, 1, 2]
+    run.method.aggregate(state, [], last)
+    assert Ledger(tmp_path).epsilon(1e-5) <= 5.0
+    with pytest.raises(FurlongError, match="budget is used up"):
+        run.method.asked(state, [0, 1, 2], last)
+    assert Ledger(tmp_path).rounds(0) == 2
+
+
+def test_a_run_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    given = {**CLIENT, "privacy.max_ratio": 1e-6, "privacy.noise_from": "secret"}
+    with pytest.raises(FurlongError, match="drown the signal"):
+        loop.run(tiny("fedsimclr", **given, out=str(tmp_path / "run")))
+    assert not list(tmp_path.iterdir())
+    mine = tmp_path / "mine" / "server" / "notes.txt"  # what was there before stays
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(FurlongError, match="drown the signal"):
+        loop.run(tiny("fedsimclr", **given, out=str(tmp_path / "mine")))
+    assert [path.name for path in (tmp_path / "mine").rglob("*")] == ["server", "notes.txt"]

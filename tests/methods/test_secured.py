@@ -23,13 +23,14 @@ from furlong.core.method import AnyMethod, Local, Report
 from furlong.core.payload import Weights, flatten, pack, unpack
 from furlong.core.privacy import Ledger, PrivacySettings
 from furlong.core.secure import primitives, protocol
+from furlong.core.secure.primitives import ProtocolError
 from furlong.core.secure.settings import SecureSettings
 from furlong.data.images import ImageSet
 from furlong.engines.inprocess import InProcess
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.methods.base import Averaging, Model
-from furlong.methods.wrappers.private import PrivateClients
+from furlong.methods.wrappers.private_clients import PrivateClients
 from furlong.methods.wrappers.ruled import Ruled
 from furlong.methods.wrappers.secured import PHASES, Secured
 from furlong.runs.cost import predict, without_data
@@ -198,6 +199,37 @@ def test_noise_that_clients_add_is_under_the_masks_and_all_count_the_same(
     # with a loss and the number of its images nobody is told anything of a client but the sum
     assert all(not report.metrics.get("loss") for _, report in runs[1].reports)
     assert {report.examples for _, report in runs[1].reports} == {1}
+
+
+@pytest.mark.parametrize(
+    ("where", "spent"),
+    [("methods.wrappers.secured._check_sum", 2), ("core.secure.protocol.unmask", 0)],
+)
+def test_a_sum_that_is_opened_and_not_used_is_spent(
+    carry: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, spent: int
+) -> None:
+    """Its masks are off when it turns out to make no sense; a sum that stays masked is free."""
+    settings = PrivacySettings(level="client", noise=1.0, noise_at="clients")
+    method = secured(PrivateClients(Moving(), settings, 1.0, 3, b"x" * 32))
+
+    def refuse(*_: object) -> None:
+        raise ProtocolError("it makes no sense")
+
+    monkeypatch.setattr(f"furlong.{where}", refuse)
+    assert len(carry(method, folder=tmp_path).told) == 2
+    assert Ledger(tmp_path).rounds(0) == spent
+
+
+def test_nobody_is_asked_for_masked_numbers_that_the_budget_does_not_hold(
+    carry: Any, tmp_path: Path
+) -> None:
+    """When the sum is open it is too late."""
+    settings = PrivacySettings(level="client", epsilon=5.0, noise_at="clients")
+    method = secured(PrivateClients(Moving(), settings, 1.0, 3, b"x" * 32))
+    carry(method, folder=tmp_path)
+    with pytest.raises(FurlongError, match="budget is used up"):
+        carry(method, folder=tmp_path)
+    assert Ledger(tmp_path).rounds(0) == 2
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -30,6 +30,7 @@ from furlong.nn.encoders import build_encoder
 from furlong.reports import export as exporting
 from furlong.reports.export import export
 from furlong.reports.page import build
+from furlong.reports.parts import budget
 from furlong.runs import evaluate, loop
 from furlong.runs.folder import RunFolder
 
@@ -346,15 +347,17 @@ def test_the_card_has_the_rule_and_what_was_measured_since(run: Path, tmp_path: 
     assert "| merged at the server by | trimmed_mean (faulty 2) |" in card
 
 
+SPENT = {
+    "level": "record", "unit": "each image", "epsilon": 7.91, "delta": 1e-5, "group": 1,
+    "noise": [0.8, 1.2], "clip": 1.0, "ratio": 2.0, "releases": 3, "noise_at": "clients",
+    "noise_from": "seed",
+}  # fmt: skip
+
+
 def test_the_card_has_the_budget(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     summary = json.loads((copy / "summary.json").read_text())
-    spent = {
-        "level": "record", "unit": "each image", "epsilon": 7.91, "delta": 1e-5, "group": 1,
-        "noise": [0.8, 1.2], "clip": 1.0, "ratio": 2.0, "releases": 3, "noise_at": "clients",
-        "noise_from": "seed",
-    }  # fmt: skip
-    (copy / "summary.json").write_text(json.dumps(summary | {"privacy": spent}))
+    (copy / "summary.json").write_text(json.dumps(summary | {"privacy": SPENT}))
     done = export(copy, "safetensors", tmp_path / "made.safetensors")
     card = " ".join(done.card.read_text().split())
     for words in ("ε = 7.91 and δ = 1e-05", "0.8 to 1.2 times", "nobody is protected"):
@@ -362,6 +365,23 @@ def test_the_card_has_the_budget(run: Path, tmp_path: Path) -> None:
     assert "no formal privacy guarantee" not in card
     page = build(copy).read_text()
     assert "ε = 7.91 and δ = 1e-05" in page
+
+
+@pytest.mark.parametrize(
+    ("noise_at", "secured", "words"),
+    [
+        ("server", False, "Not against the server, which saw"),
+        ("clients", False, "Not against the server: without secure aggregation"),
+        ("clients", True, "Against the server, too"),
+    ],
+)
+def test_the_budget_says_whether_it_holds_against_the_server(
+    noise_at: str, secured: bool, words: str
+) -> None:
+    spent = {**SPENT, "level": "client", "noise_at": noise_at, "noise_from": "secret"}
+    says = budget({**spent, "releases": 1}, secured)
+    assert says[-1].startswith(words)
+    assert "in more than 1 round." in says[1]
 
 
 def test_what_is_absent_is_said_to_be_absent(run: Path, tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_few_patients_are_told_with_a_remedy() -> None:
     more, _, words = hold_out(few, settings(data__validation=True, data__test_images=60))
     assert len(more) == 60
     assert "say little" not in words
-    with pytest.raises(FurlongError, match=r"data\.test_images is 101, .* of the 200 training"):
-        hold_out(few, settings(data__validation=True, data__test_images=101))
+    with pytest.raises(FurlongError, match=r"data\.test_images is 161, .* of the 200 training"):
+        hold_out(few, settings(data__validation=True, data__test_images=161))
 
 
 def test_the_last_patient_of_a_site_stays() -> None:

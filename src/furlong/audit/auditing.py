@@ -97,13 +97,13 @@ def audit(
             made = _of_file(place, ask, given, tell, say)
         made.leave_out(ask)
         return made
+    folder = RunFolder.open(place)
     for name in given:
         if not config.is_place(config.full_name(name)):
             raise FurlongError(
                 f"--{name.replace('_', '-')} cannot be given here: a run is audited with the "
                 "images that it was trained on."
             )
-    folder = RunFolder.open(place)
     with folder.locked(), threads():
         made = _of_run(folder.record, ask, given, tell, say)
         made.leave_out(ask)

@@ -2,7 +2,8 @@
 
 Two kinds of attack: one gives every image a score, the higher the more it takes the image for a
 member (:func:`told_apart`); the other gives an image back, which is compared with the true one and
-with others (:func:`recognised`). All resampling is stratified and depends on the seed only.
+with others (:func:`recognised`). All resampling is stratified and depends on the seed only. Shares
+have exact binomial intervals: where none of n is found, resampling would say that none can be.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scipy.special import betaincinv
 from torch import Tensor
 
 from furlong.data.images import ImageSet
@@ -88,13 +90,13 @@ def told_apart(
         )
     labels = torch.cat([torch.ones(len(members)), torch.zeros(len(others))]).long()
     weights = _resamples(len(members), len(others), seed)
-    area, rate = _curves(torch.cat([members, others]), labels, weights)
-    other_area, other_rate = _curves(torch.cat(control), labels, weights)
-    return (
-        {"auc": _number(area), "tpr": _number(rate)},
-        {"auc": _number(other_area), "tpr": _number(other_rate)},
-        _number(area - other_area),
+    scores = torch.cat([members, others]), torch.cat(control)
+    areas = [_areas(each, labels, weights) for each in scores]
+    run, other = (
+        {"auc": _number(area), "tpr": share(_named(each, labels), len(members))}
+        for area, each in zip(areas, scores, strict=True)
     )
+    return run, other, _number(areas[0] - areas[1])
 
 
 def _resamples(members: int, others: int, seed: int) -> Tensor:
@@ -108,19 +110,39 @@ def _resamples(members: int, others: int, seed: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _curves(scores: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """AUC and true-positive rate, each 1 + B, of scores M for every column of weights M×(1 + B)."""
+def _areas(scores: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """AUC 1 + B of scores M for every column of weights M×(1 + B)."""
     scores = scores.double()
     if not scores.isfinite().all():
         raise FurlongError("an attack's scores hold NaN or infinity: has the run diverged?")
-    area = measure(torch.stack([-scores, scores], dim=1), labels, weights)["auroc"]
-    scores, order = scores.sort(descending=True)
+    return measure(torch.stack([-scores, scores], dim=1), labels, weights)["auroc"]
+
+
+def _named(scores: Tensor, labels: Tensor) -> int:
+    """How many members of scores M are named where at most 1 % of the others are."""
+    scores, order = scores.double().sort(descending=True)
     own = labels[order].bool()
-    hits = (weights[order] * own[:, None]).cumsum(dim=0)
-    alarms = (weights[order] * ~own[:, None]).cumsum(dim=0)
-    ends = F.pad(scores[1:] != scores[:-1], (0, 1), value=True)[:, None]  # equal scores together
+    hits, alarms = own.cumsum(dim=0), (~own).cumsum(dim=0)
+    ends = F.pad(scores[1:] != scores[:-1], (0, 1), value=True)  # equal scores together
     allowed = ends & (alarms <= FALSE_POSITIVES * alarms[-1] + 1e-6)
-    return area, torch.where(allowed, hits, 0.0).amax(dim=0).double() / hits[-1].double()
+    return int(torch.where(allowed, hits, 0).amax())
+
+
+def share(found: float, count: int) -> Number:
+    """The share ``found`` of ``count`` with its exact binomial interval (Clopper and Pearson 1934).
+
+    ``found`` may be a sum of parts of units: then the interval is wider than it need be.
+    """
+
+    def low(level: float) -> float:
+        tail = (1 - level) / 2
+        return float(betaincinv(found, count - found + 1, tail)) if found > 0 else 0.0
+
+    def high(level: float) -> float:
+        tail = (1 + level) / 2
+        return float(betaincinv(found + 1, count - found, tail)) if found < count else 1.0
+
+    return Number(found / count, low(LEVEL), high(LEVEL), low(VERDICT))
 
 
 def _number(values: Tensor) -> Number:
@@ -160,11 +182,13 @@ def recognised(
     """How near images B×C×S×S are to the true ones, and how often nearer than to any decoy.
 
     ``decoys``: D×C×S×S, among which and the own true image each is looked for: by chance one in
-    D + 1 is found. ``together``: so many in a row were found in one go and are drawn as one.
+    D + 1 is found. ``together``: so many in a row were found in one go and count as one.
     """
     right = (alike(images, truth).diagonal() > alike(images, decoys).amax(dim=1)).double()
-    each = {"identified": right, "psnr": psnr(images, truth).double()}
-    return {name: mean(v.view(-1, together).mean(dim=1), seed) for name, v in each.items()}
+    found, decibels = (
+        each.view(-1, together).mean(dim=1) for each in (right, psnr(images, truth).double())
+    )
+    return {"identified": share(float(found.sum()), len(found)), "psnr": mean(decibels, seed)}
 
 
 # ---------------------------------------------------------------- who is compared with whom

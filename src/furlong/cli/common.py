@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from furlong.words import duration, points, size
+from furlong.words import duration, plural, points, size
 
 if TYPE_CHECKING:
     from furlong.data.reading import Skipped
@@ -149,13 +149,14 @@ def print_run(finished: Run) -> None:
     if said := trouble(summary["method"], record.lines()):
         warn(said)
     console.print(
-        f"{summary['rounds']} rounds, {summary['clients']} clients, {summary['images']:,} images "
-        f"in {duration(summary['seconds'])} ({summary['images_per_second']:,.0f} images/s), "
+        f"{plural(summary['rounds'], 'round')}, {plural(summary['clients'], 'client')}, "
+        f"{plural(summary['images'], 'image')} in {duration(summary['seconds'])} "
+        f"({summary['images_per_second']:,.0f} images/s), "
         f"{size(summary['bytes_up'])} up, {size(summary['bytes_down'])} down"
-        + (f", {summary['failures']} failed answers" if summary["failures"] else "")
+        + (f", {plural(summary['failures'], 'failed answer')}" if summary["failures"] else "")
     )
     if summary.get("privacy"):
-        for sentence in budget(summary["privacy"]):
+        for sentence in budget(summary["privacy"], record.secured):
             console.print(sentence, markup=False)
     paths = f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}"
     console.print(paths, soft_wrap=True)

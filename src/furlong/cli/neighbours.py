@@ -32,6 +32,8 @@ def neighbours(
 ) -> None:
     """Find the images most like one image; list them and, with --out, show them in a page.
 
+    The image itself is left out, if it is among those that are searched.
+
     Parameters
     ----------
     run
@@ -56,7 +58,7 @@ def neighbours(
     from furlong.data.reading import printable
     from furlong.files import replacing, require_free
     from furlong.reports import embed as making
-    from furlong.reports.neighbours import page
+    from furlong.reports.neighbours import page, without_query
 
     if k < 1:
         raise FurlongError(f"--k is {k}; it must be at least 1")
@@ -71,7 +73,8 @@ def neighbours(
         else:
             place, rows = inside, making.folder_rows(encoder, inside, skipped, show, root)
         own = _folder(image, place, root) if elsewhere else None
-        found = making.nearest_images(query, rows, k, own)
+        found = making.nearest_images(query, rows, k + 1, own)  # it may be among them itself
+        found = without_query(found, k, image, place, encoder.how, root)
     print_skipped(skipped)
     if as_json:
         print(json.dumps([{"path": n.path, "similarity": n.similarity} for n in found.nearest]))

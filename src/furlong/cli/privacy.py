@@ -17,6 +17,7 @@ from furlong.methods.wrappers.private import Private
 from furlong.runs import config
 from furlong.runs.cost import without_data
 from furlong.runs.prepare import prepare
+from furlong.words import plural
 
 
 @with_settings()
@@ -111,7 +112,8 @@ def privacy(
         "pointed the same way, which is the best case."
     )
     if refused:
+        few = [*map(str, refused[:-1]), plural(refused[-1], "round")]
         say(
-            f"'furlong run' refuses this with {', '.join(map(str, refused))} rounds: the noise is "
+            f"'furlong run' refuses this with {', '.join(few)}: the noise is "
             f"more than privacy.max_ratio = {budget.max_ratio:g} times the signal."
         )

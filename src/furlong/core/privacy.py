@@ -22,6 +22,7 @@ from typing import Any, Literal
 from furlong.errors import FurlongError
 from furlong.files import write_atomically
 from furlong.settings import check, setting
+from furlong.words import plural
 
 Level = Literal["none", "client", "record"]
 LEAST_NOISE = 0.3  # of σ: with less, ε is in the hundreds, and no guarantee
@@ -165,7 +166,7 @@ def noise_for(epsilon: float, sampling: float, count: int, delta: float) -> floa
     while not within(high):
         low, high = high, 2 * high
         if high > 1e9:
-            raise FurlongError(f"no noise keeps {count:,} releases within ε = {epsilon:g}.")
+            raise FurlongError(f"no noise keeps {plural(count, 'release')} within ε = {epsilon:g}.")
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
         low, high = (low, middle) if within(middle) else (middle, high)

@@ -53,8 +53,8 @@ def folder(
     path: Path,
     split: str,
     group_by: str | None,
-    holdout_by: str = "auto",
-    how: Reading = PLAIN,
+    holdout_by: str,
+    how: Reading,
 ) -> Source:
     """The images below ``path``: subfolders are classes, or clients with classes below."""
     if group_by not in (None, "folder"):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from furlong.data.folders import Found, images_in, source_of
-from furlong.data.reading import PLAIN, Frame, Reading, Skipped, Unusable, printable
+from furlong.data.reading import Frame, Reading, Skipped, Unusable, printable
 from furlong.data.sources import (
     IntArray,
     NoSplit,
@@ -45,8 +45,8 @@ def manifest(
     path: Path,
     split: str,
     group_by: str | None,
-    holdout_by: str = "auto",
-    how: Reading = PLAIN,
+    holdout_by: str,
+    how: Reading,
     root: str | Path | None = None,
 ) -> Source:
     """The images that the table ``path`` names for ``split``; without such a column all train."""

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from furlong.data.decode import Item
-from furlong.data.reading import PLAIN, Reading, printable
+from furlong.data.reading import Reading, printable
 from furlong.data.sources import (
     BATCH,
     PREFIXES,
@@ -35,8 +35,8 @@ def parquet(
     path: Path,
     split: str,
     group_by: str | None,
-    holdout_by: str = "auto",
-    how: Reading = PLAIN,
+    holdout_by: str,
+    how: Reading,
 ) -> Source:
     """A parquet file, or those in a folder; names that start with no split's are ``train``."""
     if path.is_file():

@@ -26,30 +26,14 @@ def knn(
     k: int = 200,
     temperature: float = 0.1,
     n_classes: int | None = None,
-    block: int = 1 << 25,
 ) -> float:
-    """Share of test images, in [0, 1], whose ``knn_predict`` class is right.
+    """Share of test images, in [0, 1], whose class has the highest :func:`knn_votes`.
 
     Features N×d and M×d, integer labels N and M.
     """
     classes = check_split(train_features, train_labels, test_features, test_labels, n_classes)
-    votes = knn_votes(train_features, train_labels, test_features, k, temperature, classes, block)
+    votes = knn_votes(train_features, train_labels, test_features, k, temperature, classes)
     return top1(votes, test_labels)
-
-
-def knn_predict(
-    train_features: Tensor,
-    train_labels: Tensor,
-    test_features: Tensor,
-    k: int = 200,
-    temperature: float = 0.1,
-    n_classes: int | None = None,
-    block: int = 1 << 25,
-) -> Tensor:
-    """Classes M of test features M×d: those of the highest :func:`knn_votes`."""
-    return knn_votes(
-        train_features, train_labels, test_features, k, temperature, n_classes, block
-    ).argmax(dim=1)
 
 
 @torch.no_grad()

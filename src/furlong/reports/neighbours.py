@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 from furlong.data.decode import decode
 from furlong.data.folders import place_of
 from furlong.data.reading import Frame, Place, Reading, Unusable, printable
+from furlong.errors import FurlongError
 from furlong.reports.embed import Found, images_of, text
 from furlong.reports.pictures import as_uri
 from furlong.reports.rendering import render
@@ -25,7 +27,6 @@ def page(
     ``root`` is the folder that was searched, or the manifest, whose files are in ``files_in``.
     """
     how = Reading(window=about.get("window", "auto"), slices=about.get("slices", "axial"))
-    asked = query.resolve()
     files = _files(root, [each.path for each in found.nearest], files_in, how)
     rest = max(1 - found.median, 1e-9)
     cards = [
@@ -35,7 +36,6 @@ def page(
             "size": f"{each.width}×{each.height}",
             "similarity": each.similarity,
             "bar": 100 * min(1.0, max(0.0, (each.similarity - found.median) / rest)),
-            "self": _is_file(files[each.path], asked),
             "image": thumbnail(files[each.path], how),
         }
         for each in found.nearest
@@ -49,6 +49,18 @@ def page(
         "root": printable(root.name or str(root)),
     }
     return render("neighbours.html.jinja", contents)
+
+
+def without_query(
+    found: Found, k: int, query: Path, root: Path, how: Reading, files_in: str | None = None
+) -> Found:
+    """At most ``k`` of the nearest, without the file ``query`` itself; the rest as for a page."""
+    files = _files(root, [each.path for each in found.nearest], files_in, how)
+    asked = query.resolve()
+    others = [each for each in found.nearest if not _is_file(files[each.path], asked)]
+    if not others:
+        raise FurlongError(f"{query} is the only image in {root}: there are no others.")
+    return replace(found, nearest=others[:k])
 
 
 def _is_file(place: Path | Frame, asked: Path) -> bool:

@@ -83,7 +83,7 @@ def build(
         "method": METHODS.get(record.method),
         "traffic": parts.traffic(lines) if record.sends else None,
         "failures": parts.failures(lines),
-        "budget": parts.budget(record.summary.privacy)
+        "budget": parts.budget(record.summary.privacy, record.secured)
         if record.summary and record.summary.privacy
         else None,
         "pictures": pictures,

@@ -14,6 +14,7 @@ from furlong.methods import METHODS
 from furlong.reports import figures
 from furlong.reports.figures import Drawing
 from furlong.runs.record import Line, Result, Split
+from furlong.words import plural
 
 MOST_FAILURES = 50  # rows of the table
 MOST_NAMES = 20  # sites that a caption lists
@@ -68,8 +69,11 @@ def explained(methods: Iterable[str], name: str) -> str:
     return next((words[name] for words in known if name in words), "As the method logs it.")
 
 
-def budget(spent: Mapping[str, Any]) -> list[str]:
-    """What a run under a privacy budget guarantees, and what not: the summary's ``privacy``."""
+def budget(spent: Mapping[str, Any], secured: bool) -> list[str]:
+    """What a run under a privacy budget guarantees, and what not: the summary's ``privacy``.
+
+    ``secured``: whether the server saw sums only.
+    """
     low, high = (f"{noise:.3g}" for noise in spent["noise"])
     how = {
         "record": "Gradients of single images"
@@ -81,24 +85,36 @@ def budget(spent: Mapping[str, Any]) -> list[str]:
         f"protects {spent['unit']}.",
         f"{how} were cut to the length {spent['clip']:g} and got Gaussian noise of "
         f"{low if low == high else f'{low} to {high}'} times that length, added at the "
-        f"{spent['noise_at']}; at most {spent['releases']} rounds were released of a client. The "
-        f"noise on a mean update was about {spent['ratio']:.3g} times its longest possible length.",
+        f"{spent['noise_at']}; of no client was anything released in more than "
+        f"{plural(spent['releases'], 'round')}. The noise on a mean update was about "
+        f"{spent['ratio']:.3g} times its longest possible length.",
         "The budget covers the weights that clients sent and all that is made of them, this "
         "encoder too. It does not cover who took part, how many images each client has, failures "
         "and times, nor accuracies and figures that were measured on the clients' images.",
     ]
     if spent["level"] == "client":
-        says.append(
-            "Against the server it holds only with secure aggregation."
-            if spent["noise_at"] == "clients"
-            else "Not against the server, which saw the cut updates without noise."
-        )
+        says.append(_against_the_server(spent["noise_at"], secured))
     if spent["noise_from"] == "seed":
         says.append(
             "The noise was made from the run's seed, for an experiment: whoever knows the seed can "
             "take it away, so nobody is protected."
         )
     return says
+
+
+def _against_the_server(noise_at: str, secured: bool) -> str:
+    """Whether a budget of clients holds against the server of the run, too."""
+    if noise_at == "server":
+        return "Not against the server, which saw the cut updates without noise."
+    if not secured:
+        return (
+            "Not against the server: without secure aggregation it saw single updates, each with "
+            "a share of the noise only."
+        )
+    return (
+        "Against the server, too, as far as secure aggregation goes, which was on: it saw the sum "
+        "of the updates and all shares of the noise, and no single one."
+    )
 
 
 def over_labels(results: Iterable[Result], who: str) -> dict[float, float]:
@@ -130,8 +146,8 @@ def split_drawings(split: Split | None) -> Iterator[Drawing]:
     if split is None:
         return
     low, high = min(split.sizes), max(split.sizes)
-    spread = f"{low:,}" + (f" to {high:,}" if low < high else "")
-    held = f"Partition {split.partition}: {len(split.sizes):,} clients with {spread} images each."
+    spread = f"{low:,} to {high:,} images" if low < high else plural(low, "image")
+    held = f"Partition {split.partition}: {plural(len(split.sizes), 'client')} with {spread} each."
     named = ""
     if split.names:
         listed = ", ".join(f"{k}: {name}" for k, name in enumerate(split.names[:MOST_NAMES]))

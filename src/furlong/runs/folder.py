@@ -21,12 +21,14 @@ from typing import Any
 from torch import nn
 
 from furlong import files
+from furlong.core.noise import KEY
 from furlong.core.payload import Weights, pack_tensors
 from furlong.errors import FurlongError
 from furlong.files import write_atomically
 from furlong.runs.record import DIGESTS, RunRecord
 from furlong.runs.saved_encoder import fill, read_weights
 
+SERVER = "server"  # room for what is gone when the run has finished
 SEALED = ("config.toml", "encoder.json")  # and all weights: nobody edits them
 
 
@@ -76,10 +78,11 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove a folder in which nothing has been written yet."""
-        for name in (".lock", "federation.json", "flower.log"):
+        for name in (".lock", "federation.json", "flower.log", f"{SERVER}/{KEY}"):
             (self.path / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            self.path.rmdir()
+        for folder in (self.path / SERVER, self.path):
+            with suppress(OSError):
+                folder.rmdir()
 
     def write(self, name: str, value: Any) -> None:
         """Write a text or JSON file atomically."""

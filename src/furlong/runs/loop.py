@@ -29,7 +29,7 @@ from furlong.runs import checkpoint, config, observers, plane, trackers
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
 from furlong.runs.encoders import about, adapter, classifiers, encoders, untrained, who
-from furlong.runs.folder import RunFolder
+from furlong.runs.folder import SERVER, RunFolder
 from furlong.runs.nodes import Members
 from furlong.runs.observers import NOTHING_DONE, Event, Observer, Status
 from furlong.runs.prepare import Prepared, prepare
@@ -124,7 +124,7 @@ def resume(
     with folder.locked():
         if folder.record.summary is not None:
             say(f"{path} has finished; nothing to do.")
-            shutil.rmtree(path / "server", ignore_errors=True)  # if it was killed just then
+            shutil.rmtree(path / SERVER, ignore_errors=True)  # if it was killed just then
             return Run(path, folder.record.read("summary.json"))
         settings = config.with_out(folder.record.config(overrides), path)
         saved = checkpoint.load(path)

@@ -26,6 +26,7 @@ from furlong.errors import FurlongError
 from furlong.evaluation.knn import neighbours
 from furlong.runs.config import Config, sends
 from furlong.runs.datasets import SITES, absolute, absolute_roots, load_data, load_public
+from furlong.runs.folder import SERVER
 from furlong.runs.initial import Initial, begun, located
 from furlong.runs.nodes import Members, own_size
 from furlong.runs.parties import augmentation, parties, setup_of
@@ -98,8 +99,7 @@ def _secret(settings: Config, training: bool, saved: Path | None) -> bytes | Non
 
 
 def _server_folder(out: str) -> Path:
-    """Room for what is gone when the run has finished."""
-    return Path(out) / "server"
+    return Path(out) / SERVER
 
 
 def workers(settings: Config, device: torch.device) -> int:

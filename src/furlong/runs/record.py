@@ -245,6 +245,11 @@ class RunRecord:
         return config.sends(self.bound)
 
     @property
+    def secured(self) -> bool:
+        """Whether the server saw sums only; runs of an older furlong never had that."""
+        return bool(self.settings.get("secure", {}).get("sums", False))
+
+    @property
     def name(self) -> str:
         """The method, with its bound if it is one: ``fedu@pooled``."""
         return self.method if self.bound == "none" else f"{self.method}@{self.bound}"

@@ -139,7 +139,7 @@ class Secured(Wrapping[State]):
         """Who has kept up so far; nobody where the round is given up."""
         phase, now = ctx.exchange.index % len(PHASES), server.round
         if phase == KEYS:
-            return cohort
+            return super().asked(server, cohort, _seen(ctx))
         if now is None:
             return []
         kept = (now.ring, now.senders, now.alive, map(int, now.signatures))[phase - 1]
@@ -338,11 +338,15 @@ class Secured(Wrapping[State]):
         layout = self._layout(server, now.bits, ctx)
         try:
             protocol.unmask(total, now.graph, number, adverts, now.alive, shares)
+        except FurlongError as error:  # nobody has seen the sum
+            return self._give_up(server, str(error), ctx)
+        try:
             found = layout.decode(total)
             images = sum(self._weight(ctx.setup, client) for client in now.alive)
             _check_sum(found, images, layout.bound)
-        except FurlongError as error:  # of the protocol, or a sum that makes no sense
-            return self._give_up(server, str(error), ctx)
+        except FurlongError as error:  # it is open and makes no sense: an account must have it
+            spent = State(self._merge(server.inner, [], ctx, UNMASK), None)
+            return self._give_up(spent, str(error), ctx)
         like, means = self._like(server, ctx), self._gathered(found.means)
         typed = {name: means[name].to(t.dtype) for name, t in flatten(like)[0].items()}
         mean = replace_tensors(like, typed)
