@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from furlong.nn.losses import byol, cosine_simsiam, info_nce, nt_xent
+from furlong.nn.losses import byol, cosine_simsiam, info_nce, nt_xent, nt_xent_views
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden.json").read_text())["losses"]
 
@@ -60,6 +60,35 @@ def test_nt_xent_equals_the_loop_over_pairs(size: int, temperature: float) -> No
     z1, z2 = draw(size, 6), draw(size, 6, seed=1)
     expected = slow_nt_xent(z1, z2, temperature)
     assert nt_xent(z1, z2, temperature).item() == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_nt_xent_of_two_views_is_nt_xent(size: int) -> None:
+    z1, z2 = draw(size, 6), draw(size, 6, seed=1)
+    both = nt_xent_views(torch.stack([z1, z2]), 0.2)
+    torch.testing.assert_close(both, nt_xent(z1, z2, 0.2))
+
+
+def test_nt_xent_of_several_views_equals_the_loop() -> None:
+    views, size, temperature = 3, 4, 0.3
+    z, total = draw(views, size, 6), 0.0
+    for v in range(views):
+        for i in range(size):
+            rest = [z[w, k] for w in range(views) for k in range(size) if k != i]
+            others = sum(math.exp(cos(z[v, i], row) / temperature) for row in rest)
+            for w in range(views):
+                if w != v:
+                    own = math.exp(cos(z[v, i], z[w, i]) / temperature)
+                    total -= math.log(own / (own + others))
+    expected = total / (views * size * (views - 1))
+    assert nt_xent_views(z, temperature).item() == pytest.approx(expected, abs=1e-10)
+
+
+def test_nt_xent_of_a_single_image_moves_nothing() -> None:
+    z = draw(3, 1, 6).requires_grad_()
+    nt_xent_views(z, 0.2).backward()
+    assert z.grad is not None
+    assert not z.grad.any()
 
 
 def test_nt_xent_symmetries() -> None:

@@ -1,32 +1,42 @@
-"""Furlong's own recipe: begin with drawn scenes, contrast at the clients, keep going at the server.
+"""Furlong's own recipe: begin with drawn scenes, contrast several views, keep going at the server.
 
     before the first round, at the server:
-        θ ← SimCLR on scenes that are drawn on the spot       (--init scenes; nobody's images)
+        θ ← SimCLR on scenes that are drawn on the spot      (--init scenes; nobody's images)
     every round:
-        θ_k ← SimCLR on the images of client k, from θ         (a rate that does not fall)
-        m ← β·m + Σ_k w_k·θ_k − θ;   θ ← θ + m                 (--server.rule momentum)
+        θ_k ← SimCLR with V views of every image of client k, from θ; the rate does not fall
+        m ← β·m + Σ_k w_k·θ_k - θ;   θ ← θ + m               (--server.rule momentum)
 
-A round of many clients makes as few steps as one client does, and what single clients learn in it
-is mostly noise that the mean takes out: what is left is short, and momentum adds it up over the
-rounds. The mean also does what a falling rate does elsewhere. docs/recipe.md has the measurements,
-what each part adds, and what was tried in vain.
+    ℓ = mean of -log( e_ij / (e_ij + Σ_k e_ik) ), e = exp(z̃·z̃/τ), over views i and their partners j;
+        k: all views of other images
+
+In a round of many clients each makes few steps, and most of what it learns in them is noise that
+the mean takes out: what is left is short, and momentum adds it up over the rounds. The mean also
+does what a falling rate does elsewhere. docs/recipe.md has the measurements, what each part adds,
+and what was tried in vain.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+
+from furlong.core.context import Batch
 from furlong.methods.fedsimclr import FedSimCLR
+from furlong.nn.losses import nt_xent_views
+from furlong.settings import setting
 
 
 @dataclass(frozen=True)
 class Furlong(FedSimCLR):
-    """SimCLR from an encoder that has learnt on drawn scenes, with momentum at the server."""
+    """SimCLR with several views, from drawn scenes, with momentum at the server."""
 
     paper = (
         "Furlong's own recipe (docs/recipe.md), of Chen et al. 2020 (SimCLR), Baradad et al. 2021 "
         "(drawn images), Chen et al. 2023 (a start for federations) and Hsu et al. 2019 (momentum)"
     )
+    pairs_views = False
     usual = {
         **FedSimCLR.usual,
         "model.init": "scenes",
@@ -34,3 +44,10 @@ class Furlong(FedSimCLR):
         "server.momentum": 0.6,
         "optimiser.schedule": "constant",
     }
+
+    views: int = setting(4, "The views V of every image in a step.", at_least=2)
+
+    def loss(self, net: nn.Module, batch: Batch) -> Tensor:
+        """All views in one pass, each against those of other images."""
+        z = net(torch.cat(batch.views(self.views)))
+        return nt_xent_views(z.unflatten(0, (self.views, -1)), self.temperature)

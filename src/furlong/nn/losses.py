@@ -28,6 +28,24 @@ def nt_xent(z1: Tensor, z2: Tensor, temperature: float) -> Tensor:
     return F.cross_entropy(logits, partner)
 
 
+def nt_xent_views(z: Tensor, temperature: float) -> Tensor:
+    """SimCLR's loss for V views: each picks each of its V-1 partners among views of other images.
+
+    ``z``: V×B×d, the images in the same order in every view. Mean over the VB anchors and their
+    partners, each alone beside the V(B-1) views of other images; with two views it is ``nt_xent``.
+    """
+    views, images, _ = z.shape
+    rows = F.normalize(z.flatten(0, 1), dim=1)
+    logits = rows @ rows.T / temperature
+    if images == 1:  # nothing to tell it from
+        return 0 * logits.sum()
+    image = torch.arange(images, device=z.device).repeat(views)
+    same = image[:, None] == image
+    others = logits.masked_fill(same, -torch.inf).logsumexp(dim=1, keepdim=True)
+    partner = same & ~torch.eye(len(rows), dtype=torch.bool, device=z.device)
+    return F.softplus(others - logits)[partner].mean()
+
+
 def info_nce(query: Tensor, key: Tensor, negatives: Tensor, temperature: float) -> Tensor:
     """MoCo's loss (He et al. 2020): each query picks its own key among that key and K negatives.
 
