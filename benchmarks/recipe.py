@@ -6,7 +6,8 @@
 
 Every run sees the same number of images: 5,000 of CIFAR-10 for five clients with two classes each,
 20 rounds of one epoch. Accuracy is that of 10,000 images held out of the *training* images, on
-seeds 100 to 102, so nothing is chosen on what is reported later. Runs and files are those of
+seeds 100 to 102, so nothing is chosen on what is reported later: the parts ``furlong`` and
+``furlong-table`` are that report, on seeds 0 to 2 and the test images. Runs and files are those of
 ``learning.py``: two runs side by side, finished ones kept as numbers in ``benchmarks/recipe``.
 """
 
@@ -115,6 +116,47 @@ def parts() -> dict[str, Part]:
                 "pooled statistics": ideas(bn_stats="pooled"),
             },
             against="none",
+        ),
+        "furlong": Part(
+            "the recipe, what each part of it adds, and pooled training; test images",
+            {**QUICK, "data.validation": "false", "data.images": 5000},
+            {
+                "furlong": {"method": "furlong"},
+                "fedsimclr": {"method": "fedsimclr"},
+                "furlong, pooled": {
+                    "method": "furlong",
+                    **POOLED,
+                    "optimiser.schedule": "cosine",
+                },
+                "fedsimclr, pooled": {"method": "fedsimclr", **POOLED},
+                "furlong, from nothing": {"method": "furlong", "init": "random"},
+                "furlong, two views": {"method": "furlong", **ideas(views=2)},
+                "furlong, without momentum": {"method": "furlong", "server.rule": "mean"},
+                "furlong, falling rate": {"method": "furlong", "optimiser.schedule": "cosine"},
+                "fedsimclr, from scenes": {"method": "fedsimclr", "init": "scenes"},
+                "fedsimclr, 40 rounds": {"method": "fedsimclr", "rounds": 40},
+            },
+            against="fedsimclr",
+            pairs=(
+                ("furlong", "furlong, pooled"),
+                ("furlong", "furlong, from nothing"),
+                ("furlong", "furlong, two views"),
+                ("furlong", "furlong, without momentum"),
+                ("furlong", "furlong, falling rate"),
+                ("furlong", "fedsimclr, 40 rounds"),
+            ),
+        ),
+        "furlong-table": Part(
+            "the same at the budget of the methods' table: 10,000 images, 40 rounds; test images",
+            {**learning.TABLE, **learning.QUIET, "rounds": 40},
+            {
+                "furlong": {"method": "furlong"},
+                "fedsimclr": {"method": "fedsimclr"},
+                "furlong, 20 rounds": {"method": "furlong", "rounds": 20},
+                "furlong, pooled": {"method": "furlong", **POOLED, "optimiser.schedule": "cosine"},
+            },
+            against="fedsimclr",
+            pairs=(("furlong", "furlong, pooled"),),
         ),
     }
 

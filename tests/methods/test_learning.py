@@ -36,9 +36,10 @@ BASE: dict[str, Any] = {
     "run.save_every": 100,
     "workers": 1,
     "seed": 107,
+    "init": "random",
 }
 ROUNDS = {
-    **dict.fromkeys(("fedsimclr", "ldawa", "fedx", "fedvicreg", "fedswav", "feddc"), 20),
+    **dict.fromkeys(("furlong", "fedsimclr", "ldawa", "fedx", "fedvicreg", "fedswav", "feddc"), 20),
     **dict.fromkeys(("fedae", "fedavg", "fedprox", "moon"), 20),
     **dict.fromkeys(("fedmoco", "fcl", "fedca", "fedbarlow", "fedrot", "fedsimsiam"), 60),
 }

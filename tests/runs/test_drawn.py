@@ -12,7 +12,7 @@ from conftest import Call, tiny
 
 import furlong
 from furlong.errors import FurlongError
-from furlong.methods.fedsimclr import FedSimCLR
+from furlong.methods.furlong import Furlong
 from furlong.runs import drawn
 from furlong.runs.prepare import prepare
 
@@ -104,13 +104,13 @@ def test_wrong_numbers_of_steps(wrong: str) -> None:
 
 def test_what_is_learnt_lowers_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     losses: list[float] = []
-    real = FedSimCLR.loss
+    real = Furlong.loss
 
-    def watched(self: FedSimCLR, net: Any, batch: Any) -> torch.Tensor:
+    def watched(self: Furlong, net: Any, batch: Any) -> torch.Tensor:
         loss = real(self, net, batch)
         losses.append(float(loss.detach()))
         return loss
 
-    monkeypatch.setattr(FedSimCLR, "loss", watched)
+    monkeypatch.setattr(Furlong, "loss", watched)
     prepare(tiny(init="scenes:30"), tell=lambda _: None)
     assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.3

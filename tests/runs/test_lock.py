@@ -40,6 +40,7 @@ TINY: dict[str, Any] = {
     "evaluate.k": 5,
 }
 MORE: dict[str, dict[str, Any]] = {
+    "furlong": {"init": "random"},
     "fedca": {"public": "shapes", "data.public_images": 32, "method.align_epochs": 1},
     "fcl": {"method.bank": 16},
     "fedmae": {"encoder": "vit_mini"},

@@ -22,13 +22,13 @@ from furlong.data.augment import preset
 from furlong.data.scenes import LARGEST, scenes
 from furlong.errors import FurlongError
 from furlong.files import write_atomically
-from furlong.methods.fedsimclr import FedSimCLR
+from furlong.methods.furlong import Furlong
 from furlong.nn.optimisers import warmup_cosine
 from furlong.runs.saved_encoder import read_weights
 from furlong.seeding import seeded, threads
 
 NAME = "scenes"
-STEPS = 4000
+STEPS = 2000
 BATCH = 64
 AT_ONCE = 4096  # scenes that are drawn together and trained on before others are drawn
 VERSION = 1  # of what is learnt: another number makes older files of the cache useless
@@ -71,7 +71,7 @@ def drawn(setup: Setup, steps: int, tell: Callable[[str], None]) -> Weights:
 
 
 def _learn(setup: Setup, steps: int, tell: Callable[[str], None]) -> Weights:
-    method = FedSimCLR(temperature=0.2, projection_head=f"mlp:{setup.width}:128:bn")
+    method = Furlong(temperature=0.2, projection_head=f"mlp:{setup.width}:128:bn")
     net = method.network(Context(setup, Exchange(round=0))).to(setup.device)
     net = net.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     settings = OptimiserSettings("adam", lr=0.002, weight_decay=0.0)
