@@ -43,6 +43,7 @@ class Furlong(FedSimCLR):
         "server.rule": "momentum",
         "server.momentum": 0.6,
         "optimiser.schedule": "constant",
+        "train.rounds": 20,  # four views make twice the work of two
     }
 
     views: int = setting(4, "The views V of every image in a step.", at_least=2)

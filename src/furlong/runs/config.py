@@ -157,10 +157,9 @@ class ModelSettings:
     )
     init: str | None = setting(
         None,
-        "Existing weights to start from: a run folder or an exported file, a file .safetensors, "
-        ".pt or .pth with the names of torchvision, timm, DINOv2 or MAE, hf:OWNER/NAME, or "
-        "scenes[:STEPS]: what SimCLR learns from drawn images before the first round; random: none "
-        "of these.",
+        "Weights to start from: a run folder, a file .safetensors, .pt or .pth with the names of "
+        "torchvision, timm, DINOv2 or MAE, hf:OWNER/NAME, scenes[:STEPS] (learnt from drawn images "
+        "before the first round), or random.",
         short="init",
         told=False,
         agree=False,
