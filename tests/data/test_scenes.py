@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from furlong.data.scenes import scenes
@@ -44,3 +45,10 @@ def test_images_differ_and_are_neither_flat_nor_noise() -> None:
     axis = torch.fft.fftfreq(32)
     length = torch.hypot(axis[:, None], axis[None, :])
     assert power[length < 0.15].sum() > 0.6 * power.sum()
+
+
+def test_things_of_other_colours_cover_the_ground() -> None:
+    """The ground has one hue, whatever its texture; where hues differ, things were drawn."""
+    blocks = F.avg_pool2d(drawn(64, size=32).float(), 8)
+    hue = (blocks[:, 0] - blocks[:, 1]).flatten(1)
+    assert hue.std(1).median() > 12
