@@ -34,7 +34,7 @@ from measuring import parse, parser
 
 KEPT = Path(__file__).parent / "learning"
 METHODS = (
-    *("fedsimclr", "ldawa", "fedmoco", "fcl", "fedca", "fedx", "fedsc", "ssd"),
+    *("furlong", "fedsimclr", "ldawa", "fedmoco", "fcl", "fedca", "fedx", "fedsc", "ssd"),
     *("fedbyol", "fedsimsiam", "fedbarlow", "fedvicreg", "fedu", "fedema", "fedu2"),
     *("fedswav", "feddc", "orchestra", "fedrot", "fedae", "fedmae", "mfcl"),
 )
