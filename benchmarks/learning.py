@@ -369,19 +369,11 @@ def table(name: str, part: Part) -> str:
         cells("row", *used, *(SHOWN[k] for k in extra), "MB sent", "seconds", "seeds"),
         cells(*["---"] * (len(used) + len(extra) + 4)),
     ]
-    every = [n for runs in there.values() for n in runs.values()]
-    if every:
-        random = {
-            key: [n[f"random {key}"] for n in every if f"random {key}" in n]
-            for key in used.values()
-        }
-        lines.append(
-            cells(
-                "*untrained encoder*",
-                *(spread(random[key]) for key in used.values()),
-                *[""] * (len(extra) + 3),
-            )
-        )
+    for who, label in (("random", "untrained encoder"), ("initial", "what --init gave")):
+        found = {key: list(_once(there, f"{who} {key}").values()) for key in used.values()}
+        if any(found.values()):
+            empty = [""] * (len(extra) + 3)
+            lines.append(cells(f"*{label}*", *(spread(v) for v in found.values()), *empty))
     for row in part.rows:
         runs = list(there.get(row, {}).values())
         if not runs:
@@ -402,6 +394,11 @@ def table(name: str, part: Part) -> str:
         lines += [""] if (left, right) == (*wanted, *part.pairs)[0] else []
         lines.append(difference(there, left, right, used))
     return "\n".join(lines)
+
+
+def _once(there: dict[str, dict[str, Any]], name: str) -> dict[str, float]:
+    """Seed -> a number that all runs of a seed have in common."""
+    return {seed: n[name] for runs in there.values() for seed, n in runs.items() if name in n}
 
 
 WHO = ("federated", "alone", "pooled", "random")
