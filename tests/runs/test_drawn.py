@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_learnt_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     first = prepare(tiny(init="scenes:2"), tell=said.append)
-    assert any("learning from drawn scenes" in text for text in said)
+    assert any("learns from drawn scenes" in text for text in said)
     assert len(list(cache.iterdir())) == 1
     monkeypatch.setattr(drawn, "_learn", None)  # whoever learns again fails
     again = prepare(tiny(init="scenes:2"), tell=said.append)

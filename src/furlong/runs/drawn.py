@@ -26,6 +26,7 @@ from furlong.methods.furlong import Furlong
 from furlong.nn.optimisers import warmup_cosine
 from furlong.runs.saved_encoder import read_weights
 from furlong.seeding import seeded, threads
+from furlong.words import duration
 
 NAME = "scenes"
 STEPS = 2000
@@ -79,10 +80,11 @@ def _learn(setup: Setup, steps: int, tell: Callable[[str], None]) -> Weights:
     views = preset("moco_cifar", setup.image_size)
     draw = torch.Generator().manual_seed(torch.initial_seed())
     images, began, told = torch.empty(0), time.monotonic(), 0.0
-    tell(f"learning from drawn scenes, {steps:,} steps; only images of clients come after this")
+    tell(f"before the first round the encoder learns from drawn scenes: {steps:,} steps")
     for step in range(steps):
         if step % (8 * AT_ONCE // BATCH) == 0:  # every image is seen about eight times
-            images = scenes(AT_ONCE, min(setup.image_size, LARGEST), setup.channels, draw)
+            with threads(1):  # many small operations: two would only wait for each other
+                images = scenes(AT_ONCE, min(setup.image_size, LARGEST), setup.channels, draw)
         index = torch.randint(AT_ONCE, (BATCH,))
         batch = Batch(images[index].to(setup.device), index, None, views)
         for group in optimiser.torch.param_groups:
@@ -92,5 +94,5 @@ def _learn(setup: Setup, steps: int, tell: Callable[[str], None]) -> Weights:
         if spent - told > 10:
             told = spent
             left = spent / (step + 1) * (steps - step - 1)
-            tell(f"drawn scenes: step {step + 1:,} of {steps:,}, {left:.0f} s left")
+            tell(f"drawn scenes: step {step + 1:,} of {steps:,}, {duration(left)} left")
     return prefixed(snapshot(net), "backbone")
