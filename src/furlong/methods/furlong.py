@@ -9,10 +9,10 @@
     ℓ = mean of -log( e_ij / (e_ij + Σ_k e_ik) ), e = exp(z̃·z̃/τ), over views i and their partners j;
         k: all views of other images
 
-In a round of many clients each makes few steps, and most of what it learns in them is noise that
-the mean takes out: what is left is short, and momentum adds it up over the rounds. The mean also
-does what a falling rate does elsewhere. docs/recipe.md has the measurements, what each part adds,
-and what was tried in vain.
+The idea of the last two: in a round each client makes few steps, and much of what it learns in them
+is noise that the mean takes out, as a falling rate does elsewhere; what is left is short, and
+momentum adds it up over the rounds. docs/recipe.md has the measurements, what each part adds, and
+what was tried in vain.
 """
 
 from __future__ import annotations
