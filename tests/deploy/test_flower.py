@@ -35,9 +35,8 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         made.end()
 
 
-@pytest.mark.parametrize(
-    "method", ["fedu", pytest.param("fedca", marks=slow), pytest.param("mfcl", marks=slow)]
-)
+@slow
+@pytest.mark.parametrize("method", ["fedu", "fedca", "mfcl"])
 def test_three_supernodes_give_the_bits_of_one_process(
     federation: Federation, tmp_path: Path, method: str
 ) -> None:

@@ -64,7 +64,7 @@ def shard(p: Prepared, client: int) -> Shard:
     return p.federation.shard(client, labels=p.method.needs_labels)
 
 
-@every_method
+@four_methods
 def test_same_seed_same_bits_and_workers_agree(prepared: Any, finished: Any, name: str) -> None:
     p, once = prepared(name), finished(name)
     assert finish(p) == once
