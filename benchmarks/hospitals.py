@@ -76,6 +76,7 @@ STARTS["LoRA"] = {
     **{key: value for key, value in STARTS["ImageNet"].items() if "rate" not in key},
     "model.adapter": "lora:4",
 }
+STARTS["scenes"] = {**STARTS["nothing"], "init": "scenes"}  # our recipe (docs/recipe.md)
 
 
 def common(data: Path) -> Options:
@@ -116,6 +117,7 @@ def parts(data: Path) -> dict[str, Part]:
                     **simclr,
                     "data.image-size": 48,
                 },
+                "scenes: Furlong": {**STARTS["scenes"], "method": "furlong"},
             },
             seeds=(100,),
             more=more,
@@ -143,7 +145,13 @@ def rows() -> dict[str, Options]:
     }
     asked = [("nothing", ways), ("ImageNet", first), ("LoRA", first), ("nothing", methods)]
     asked += [("nothing", without), ("ImageNet", ways), ("LoRA", ways), ("ImageNet", without)]
-    asked += [("LoRA", without)]
+    recipe: dict[str, Options] = {
+        "federated": {"method": "furlong"},
+        "alone": {"method": "furlong", "bound": "single", "optimiser.schedule": "cosine"},
+        "pooled": {"method": "furlong", "bound": "pooled", "optimiser.schedule": "cosine"},
+        "federated, FedSimCLR": ways["federated"],
+    }
+    asked += [("LoRA", without), ("scenes", recipe)]
     return {
         f"{start}: {way}": {**STARTS[start], **options}
         for start, some in asked
@@ -219,8 +227,12 @@ def _alike(train: Any, test: Any, near: Tensor) -> dict[str, float]:
 # ---------------------------------------------------------------- the page
 
 PAGE = Path(__file__).parent.parent / "docs" / "hospitals.md"
-UNTRAINED = {"nothing": "random", "ImageNet": "initial", "LoRA": "initial"}
-BEFORE = {"nothing": "random weights", "ImageNet": "ImageNet weights as they are"}
+UNTRAINED = {"nothing": "random", "ImageNet": "initial", "LoRA": "initial", "scenes": "initial"}
+BEFORE = {
+    "nothing": "random weights",
+    "ImageNet": "ImageNet weights as they are",
+    "scenes": "drawn scenes alone",
+}
 Runs = list[dict[str, Any]]  # the numbers of one row, one entry per seed
 
 
@@ -404,7 +416,7 @@ def sent(every: dict[str, Runs]) -> list[str]:
             size(last["up"][kind] / last["clients"])
             for kind in ("params", "buffers", "features", "scalars")
         ]
-        method = way.partition(", ")[2] or "FedSimCLR"
+        method = way.partition(", ")[2] or ("Furlong" if start == "scenes" else "FedSimCLR")
         minutes = learning.spread([run["seconds"] / 60 for run in runs])
         lines.append(
             learning.cells(
@@ -439,7 +451,8 @@ def _near_cells(name: str, found: Runs, when: str) -> str:
 
 def intervals_figure(every: dict[str, Runs]) -> Figure:
     """AUROC of every row with its interval over patients."""
-    colours = dict(zip(STARTS, (figures.BLUE, figures.ORANGE, figures.GREEN), strict=True))
+    some = (figures.BLUE, figures.ORANGE, figures.GREEN, figures.PURPLE)
+    colours = dict(zip(STARTS, some, strict=True))
     named = []
     for start, name, runs, whose in shown(every):
         each = [f"{site} alone" for site in SITES] if name == "alone" else []
@@ -467,7 +480,7 @@ def labels_figure(every: dict[str, Runs]) -> Figure:
     kinds = {"linear-1": 0.01, "linear-5": 0.05, "linear-10": 0.1, "linear": 1.0}
     chosen = {}
     for start, name, runs, whose in shown(every):
-        if name in ("federated", "random weights", "ImageNet weights as they are"):
+        if name in ("federated", *BEFORE.values()):
             chosen[name if name != "federated" else f"{start}, federated"] = [
                 [
                     (share, run["measures"][f"{whose} {kind}"]["auroc"])

@@ -59,6 +59,13 @@ def part(about: str, rows: dict[str, Options], against: str) -> Part:
 def parts() -> dict[str, Part]:
     """Every series of ideas by its name."""
     relay = ideas(chains=1)
+    elsewhere: dict[str, Options] = {
+        "iid": IID,
+        "dirichlet:0.3": {"partition": "dirichlet:0.3"},
+        "10 clients": {"clients": 10},
+        "50 clients": {"clients": 50, "batch-size": 16},
+        "figures": {"data": "shapes"},
+    }
     return {
         "gap": part(
             "where the gap to pooled training comes from",
@@ -145,6 +152,16 @@ def parts() -> dict[str, Part]:
                 ("furlong", "furlong, falling rate"),
                 ("furlong", "fedsimclr, 40 rounds"),
             ),
+        ),
+        "furlong-elsewhere": Part(
+            "other partitions and images, 5,000 images, 20 rounds; test images",
+            {**QUICK, "data.validation": "false", "data.images": 5000},
+            {
+                f"{place}: {method}": {"method": method, **options}
+                for place, options in elsewhere.items()
+                for method in ("furlong", "fedsimclr")
+            },
+            pairs=tuple((f"{place}: furlong", f"{place}: fedsimclr") for place in elsewhere),
         ),
         "furlong-table": Part(
             "the same at the budget of the methods' table: 10,000 images, 40 rounds; test images",
