@@ -37,6 +37,7 @@ GROUPNORM: Options = {
 }
 KEPT: Options = {"optimiser.persist": "true"}
 POOLED: Options = {"bound": "pooled"}
+FALLING: Options = {"optimiser.schedule": "cosine"}
 IID: Options = {"partition": "iid"}
 
 
@@ -124,22 +125,29 @@ def parts() -> dict[str, Part]:
             },
             against="none",
         ),
+        "start": Part(
+            "how long to learn from drawn scenes",
+            QUICK,
+            {
+                f"{steps} steps{which}": {"method": "furlong", "init": f"scenes:{steps}", **way}
+                for which, way in (("", {}), (", pooled", {**POOLED, **FALLING}))
+                for steps in (16000, 8000, 2000)
+            },
+            seeds=SEEDS[:1],
+            pairs=tuple((f"{n} steps", f"{n} steps, pooled") for n in (2000, 8000, 16000)),
+        ),
         "furlong": Part(
             "the recipe, what each part of it adds, and pooled training; test images",
             {**QUICK, "data.validation": "false", "data.images": 5000},
             {
                 "furlong": {"method": "furlong"},
                 "fedsimclr": {"method": "fedsimclr"},
-                "furlong, pooled": {
-                    "method": "furlong",
-                    **POOLED,
-                    "optimiser.schedule": "cosine",
-                },
+                "furlong, pooled": {"method": "furlong", **POOLED, **FALLING},
                 "fedsimclr, pooled": {"method": "fedsimclr", **POOLED},
                 "furlong, from nothing": {"method": "furlong", "init": "random"},
                 "furlong, two views": {"method": "furlong", **ideas(views=2)},
                 "furlong, without momentum": {"method": "furlong", "server.rule": "mean"},
-                "furlong, falling rate": {"method": "furlong", "optimiser.schedule": "cosine"},
+                "furlong, falling rate": {"method": "furlong", **FALLING},
                 "fedsimclr, from scenes": {"method": "fedsimclr", "init": "scenes"},
                 "fedsimclr, 40 rounds": {"method": "fedsimclr", "rounds": 40},
             },
@@ -170,7 +178,7 @@ def parts() -> dict[str, Part]:
                 "furlong": {"method": "furlong"},
                 "fedsimclr": {"method": "fedsimclr"},
                 "furlong, 20 rounds": {"method": "furlong", "rounds": 20},
-                "furlong, pooled": {"method": "furlong", **POOLED, "optimiser.schedule": "cosine"},
+                "furlong, pooled": {"method": "furlong", **POOLED, **FALLING},
             },
             against="fedsimclr",
             pairs=(("furlong", "furlong, pooled"),),
