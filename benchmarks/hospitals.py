@@ -118,6 +118,12 @@ def parts(data: Path) -> dict[str, Part]:
                     "data.image-size": 48,
                 },
                 "scenes: Furlong": {**STARTS["scenes"], "method": "furlong"},
+                "scenes: Furlong, 700 slices": {
+                    **STARTS["scenes"],
+                    "method": "furlong",
+                    "data.images": 1400,
+                    "rounds": 100,
+                },
             },
             seeds=(100,),
             more=more,

@@ -79,6 +79,16 @@ def parts() -> dict[str, Part]:
         "choose-cifar10": Part(
             "the same on CIFAR-10", {**CIFAR, **CHOOSE, **QUIET}, usual(), seeds=(101,)
         ),
+        "choose-demo": Part(
+            "what the demo could show: who trained, with which method and how many rounds",
+            {**CHOOSE, **QUIET},
+            {
+                f"{method}@{bound}": {"method": method, "rounds": rounds, "bound": bound}
+                for method, rounds in (("furlong", 12), ("fedsimclr", 24))
+                for bound in ("none", "single", "pooled")
+            },
+            seeds=(100,),
+        ),
         "usual-shapes": Part(
             "`furlong run --method M`, nothing else", {"run.save-every": 100}, usual()
         ),
@@ -369,8 +379,9 @@ def table(name: str, part: Part) -> str:
         cells("row", *used, *(SHOWN[k] for k in extra), "MB sent", "seconds", "seeds"),
         cells(*["---"] * (len(used) + len(extra) + 4)),
     ]
+    ordered = [there[row] for row in reversed(part.rows) if row in there]  # the first row wins
     for who, label in (("random", "untrained encoder"), ("initial", "what --init gave")):
-        found = {key: list(_once(there, f"{who} {key}").values()) for key in used.values()}
+        found = {key: list(_once(ordered, f"{who} {key}").values()) for key in used.values()}
         if any(found.values()):
             empty = [""] * (len(extra) + 3)
             lines.append(cells(f"*{label}*", *(spread(v) for v in found.values()), *empty))
@@ -396,9 +407,9 @@ def table(name: str, part: Part) -> str:
     return "\n".join(lines)
 
 
-def _once(there: dict[str, dict[str, Any]], name: str) -> dict[str, float]:
-    """Seed -> a number that all runs of a seed have in common."""
-    return {seed: n[name] for runs in there.values() for seed, n in runs.items() if name in n}
+def _once(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
+    """Seed -> a number that all runs of a seed have in common, or that of the last row."""
+    return {seed: n[name] for runs in rows for seed, n in runs.items() if name in n}
 
 
 WHO = ("federated", "alone", "pooled", "random")

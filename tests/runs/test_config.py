@@ -38,7 +38,7 @@ def options(**overrides: Any) -> Config:
     [
         ({"trian": {"rounds": 3}}, {}, ["mine.toml", "unknown section [trian]", "'train'"]),
         ({"train": {"round": 3}}, {}, ["mine.toml", "unknown key train.round", "'rounds'"]),
-        ({"method": {"treshold": 3}}, {}, ["unknown key method.treshold", "'threshold'"]),
+        ({"method": {"temprature": 3}}, {}, ["unknown key method.temprature", "'temperature'"]),
         ({"rounds": 3}, {}, ["unknown section [rounds]"]),
         ({"train": 3}, {}, ["train must be a table", "[train]"]),
         ({}, {"clinets": 3}, ["unknown option --clinets", "'clients'"]),
@@ -328,7 +328,7 @@ def test_toml_round_trip(tmp_path: Path, name: str, encoder: str) -> None:
 
 def test_round_trip_keeps_infinity_and_leaves_none_out(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
-    first = options(method__threshold="inf")
+    first = options(method="fedu", method__threshold="inf")
     path.write_text(first.toml())
     assert load(path) == first
     assert load(path).method["threshold"] == math.inf
@@ -372,11 +372,11 @@ def test_dates_are_no_values() -> None:
 
 
 def test_a_small_encoder_gets_small_heads_unless_they_are_given() -> None:
-    small, large = options(encoder="small"), options(encoder="resnet18")
+    small, large = (options(method="fedu", encoder=name) for name in ("small", "resnet18"))
     assert small.method["projection_head"] == "mlp:256:128:bn"
     assert small.method["prediction_head"] == "mlp:256:128"
     assert large.method["projection_head"] == "easyfl_proj"
-    mine = options(encoder="small", method__projection_head="easyfl_proj")
+    mine = options(method="fedu", encoder="small", method__projection_head="easyfl_proj")
     assert mine.method["projection_head"] == "easyfl_proj"
     assert mine.method["prediction_head"] == "mlp:256:128"
     assert mine.make_method().projection_head == "easyfl_proj"  # type: ignore[attr-defined]

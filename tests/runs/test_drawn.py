@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import Call, tiny
 
 import furlong
+from furlong.data.augment import preset
+from furlong.data.scenes import scenes
 from furlong.errors import FurlongError
 from furlong.methods.furlong import Furlong
+from furlong.nn.encoders import build_encoder
 from furlong.runs import drawn
+from furlong.runs.initial import fitted
 from furlong.runs.prepare import prepare
 
 SMALL = {
@@ -84,6 +89,44 @@ def test_a_run_begins_with_them_and_resumes_without_the_cache(tmp_path: Path, ca
         later.rename(tmp_path / later.name)
     furlong.resume(run.folder)
     assert json.loads((run.folder / "digests.json").read_text()) == whole
+
+
+def test_those_of_the_small_encoder_come_with_the_package(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawn, "_learn", None)  # whoever learns fails
+    found = []
+    for options in ({}, {"run.seed": 1, "train.server_threads": 2}):
+        p = prepare(tiny(init="scenes", **options), tell=lambda _: None)
+        assert p.initial is not None
+        assert {row.state for row in p.initial.rows} == {"matched"}
+        found.append(p.initial.about()["sha256"])
+    assert found[0] == found[1]
+    assert not cache.exists()
+    ready = drawn.drawn(p.setup, "scenes", lambda _: None)
+    grey = fitted(build_encoder("small", 1, 16), ready, "scenes")
+    assert [row.state for row in grey.rows].count("adapted") == 1
+    for other in ({"model.encoder": "cnn5"}, {"model.early_norm": "gn"}):
+        with pytest.raises(TypeError):
+            prepare(tiny(init="scenes", **other), tell=lambda _: None)
+
+
+def test_they_know_a_scene_again() -> None:
+    """Of two views of each of 128 new scenes, far more are found by them than by random weights."""
+    pixels = scenes(128, 32, 3, torch.Generator().manual_seed(7))
+    shares = []
+    for init in ("random", "scenes"):
+        p = prepare(tiny(init=init, **{"data.image_size": 32}), tell=lambda _: None)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            encoder = build_encoder("small", 3, 32)
+            if p.initial is not None:
+                encoder.load_state_dict(p.initial.weights)
+            views = preset("moco_cifar", 32).views(pixels, 2)
+        with torch.no_grad():
+            one, two = (F.normalize(encoder.eval()(view)) for view in views)
+        shares.append(float(((one @ two.T).argmax(1) == torch.arange(128)).float().mean()))
+    assert shares[1] > 2 * shares[0]
 
 
 def test_random_is_the_same_as_nothing() -> None:

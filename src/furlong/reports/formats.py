@@ -19,7 +19,7 @@ from furlong.words import duration, plural, points, size
 
 RANK = (
     "Effective rank: in how many directions the encoder's features of different images differ, "
-    "measured without labels. Far below the random encoder's the features are collapsing; a higher "
+    "measured without labels. Far below that before training the features are collapsing; a higher "
     "one alone is no merit."
 )
 

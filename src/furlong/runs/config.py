@@ -35,7 +35,7 @@ class MethodSettings:
     """The method; its own fields are of its class (``furlong methods NAME`` lists them)."""
 
     name: str = setting(
-        "fedu", "Name of a method (see 'furlong methods'), or file.py:Class.", short="method"
+        "furlong", "Name of a method (see 'furlong methods'), or file.py:Class.", short="method"
     )
 
 

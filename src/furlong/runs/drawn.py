@@ -1,7 +1,8 @@
 """Weights to begin with that need nobody's images: SimCLR on drawn scenes (``--init scenes``).
 
-They are kept in the user's cache, because every run with the same encoder, size of images, steps
-and seed begins with the same ones.
+Those of the encoder ``small`` come with the package (``benchmarks/recipe/start.py`` made them).
+Others are learnt before the first round and kept in the user's cache, because every run with the
+same encoder, size of images, steps and seed begins with the same ones.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from furlong.words import duration
 
 NAME = "scenes"
 STEPS = 2000
+READY = {"small": Path(__file__).parent / NAME / "small.safetensors"}  # come with the package
 BATCH = 64
 AT_ONCE = 4096  # scenes that are drawn together and trained on before others are drawn
 VERSION = 1  # of what is learnt: another number makes older files of the cache useless
@@ -50,9 +52,13 @@ def steps_of(source: str) -> int | None:
     return int(number)
 
 
-def drawn(setup: Setup, steps: int, tell: Callable[[str], None]) -> Weights:
-    """The encoder's weights after ``steps`` of SimCLR on scenes, if need be from the cache."""
-    setup = replace(setup, given=None)
+def drawn(setup: Setup, source: str, tell: Callable[[str], None]) -> Weights:
+    """The encoder's weights after SimCLR on scenes: ready ones, of the cache, or learnt now."""
+    if source == NAME and setup.encoder in READY:
+        tell("the encoder begins with weights learnt from drawn scenes, which come with furlong")
+        return read_weights(READY[setup.encoder])[0]
+    setup, steps = replace(setup, given=None), steps_of(source)
+    assert steps is not None
     about = [VERSION, torch.__version__, setup.encoder, setup.channels, setup.image_size, steps]
     about += [setup.seed, setup.server_threads, str(setup.device)]
     name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]

@@ -103,7 +103,7 @@ def grid(
 def _own(tree: Mapping[str, Any]) -> str:
     """The file's own method, with its bound."""
     bound = tree.get("run", {}).get("bound", "none")
-    name = str(tree.get("method", {}).get("name", "fedu"))
+    name = str(tree.get("method", {}).get("name", config.MethodSettings.name))
     return name if bound == "none" else f"{name}@{bound}"
 
 

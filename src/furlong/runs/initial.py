@@ -149,10 +149,9 @@ def _weights(
     name: str, encoder: nn.Module, setup: Setup, tell: Callable[[str], None] | None
 ) -> Weights:
     """The tensors of a source by their names there; what is learnt on scenes fits by itself."""
-    steps = steps_of(name)
-    if steps is None:
+    if steps_of(name) is None:
         return source(name)
-    return snapshot(encoder) if tell is None else drawn(setup, steps, tell)
+    return snapshot(encoder) if tell is None else drawn(setup, name, tell)
 
 
 def fixed(setup: Setup) -> Weights:
