@@ -132,6 +132,16 @@ def parts() -> dict[str, Part]:
                 f"{steps} steps{which}": {"method": "furlong", "init": f"scenes:{steps}", **way}
                 for which, way in (("", {}), (", pooled", {**POOLED, **FALLING}))
                 for steps in (2000, 16000)
+            }
+            | {
+                f"16000 steps, {name}": {"method": "furlong", "init": "scenes:16000", **way}
+                for name, way in {
+                    "rate 0.001": {"optimiser.lr": 0.001},
+                    "rate 0.0005": {"optimiser.lr": 0.0005},
+                    "rate 0.001, pooled": {"optimiser.lr": 0.001, **POOLED, **FALLING},
+                    "falling rate": FALLING,
+                    "without momentum": {"server.rule": "mean"},
+                }.items()
             },
             seeds=SEEDS[:1],
             pairs=tuple((f"{n} steps", f"{n} steps, pooled") for n in (2000, 16000)),
