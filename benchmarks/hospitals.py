@@ -118,6 +118,12 @@ def parts(data: Path) -> dict[str, Part]:
                     "data.image-size": 48,
                 },
                 "scenes: Furlong": {**STARTS["scenes"], "method": "furlong"},
+                "scenes: FedSimCLR": {**STARTS["scenes"], **simclr},
+                "nothing: Furlong": {
+                    **STARTS["nothing"],
+                    "method": "furlong",
+                    "init": "random",
+                },
                 "scenes: Furlong, 700 slices": {
                     **STARTS["scenes"],
                     "method": "furlong",

@@ -83,9 +83,25 @@ def parts() -> dict[str, Part]:
             "what the demo could show: who trained, with which method and how many rounds",
             {**CHOOSE, **QUIET},
             {
-                f"{method}@{bound}": {"method": method, "rounds": rounds, "bound": bound}
+                f"{method}@{bound}, {clients} clients": {
+                    "method": method,
+                    "rounds": rounds,
+                    "bound": bound,
+                    "clients": clients,
+                }
+                for clients in (5, 20)
                 for method, rounds in (("furlong", 12), ("fedsimclr", 24))
                 for bound in ("none", "single", "pooled")
+            }
+            | {
+                f"furlong, {name}": {"method": "furlong", "rounds": 12, **options}
+                for name, options in {
+                    "momentum 0.8": {"server.momentum": 0.8},
+                    "momentum 0.9": {"server.momentum": 0.9},
+                    "batches of 16": {"batch-size": 16},
+                    "rate 0.004": {"optimiser.lr": 0.004},
+                    "24 rounds of two views": {"method.views": 2, "rounds": 24},
+                }.items()
             },
             seeds=(100,),
         ),
@@ -324,7 +340,7 @@ def run(name: str, part: Part, given: Any) -> None:
         (row, seed)
         for seed in seeds
         for row in part.rows
-        if any(word in row for word in given.only.split(","))
+        if any(row == w[1:] if w.startswith("=") else w in row for w in given.only.split(","))
         and str(seed) not in there.get(row, {})
     ]
     out.mkdir(parents=True, exist_ok=True)
@@ -467,7 +483,7 @@ def main(about: str | None, series: dict[str, Part], keep_in: Path, out: Path) -
     words = parser(about)
     words.add_argument("--part", default="", help=", ".join(series))
     words.add_argument(
-        "--only", default="", help="rows with one of these words, comma between them"
+        "--only", default="", help="rows with one of these words, comma between; =ROW: that row"
     )
     words.add_argument("--seeds", default=None, help="such as 0,1,2; default: those of the part")
     words.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")

@@ -141,6 +141,8 @@ def parts() -> dict[str, Part]:
                     "rate 0.001, pooled": {"optimiser.lr": 0.001, **POOLED, **FALLING},
                     "falling rate": FALLING,
                     "without momentum": {"server.rule": "mean"},
+                    "momentum 0.8": outer(0.8),
+                    "momentum 0.9": outer(0.9),
                 }.items()
             },
             seeds=SEEDS[:1],
