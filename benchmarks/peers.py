@@ -77,10 +77,15 @@ def python_of(side: str, folder: Path) -> Path:
     return Path(sys.executable) if own else folder / "venvs" / side / "bin" / "python"
 
 
+def made(side: str, folder: Path) -> Path:
+    """A file that is there when the environment of a peer is whole."""
+    return folder / "venvs" / side / "installed"
+
+
 def make(side: str, folder: Path) -> None:
     """The environment of a peer: torch first, so that no other build of it is fetched."""
     python = python_of(side, folder)
-    if python.exists():
+    if made(side, folder).exists():
         return
     constraints = HERE.parent.parent / "constraints.txt"
     listed = ["--no-deps", "--ignore-requires-python", "-r", str(HERE / f"{side}.txt")]
@@ -88,6 +93,7 @@ def make(side: str, folder: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(python.parent.parent)], check=True)
     subprocess.run([*install, "-c", str(constraints), "torch"], check=True)
     subprocess.run([*install, *listed], check=True)
+    made(side, folder).touch()
 
 
 # --------------------------------------------------------------------------- images
@@ -317,7 +323,7 @@ def main() -> None:
         for peer in (peer for peer in PEERS[name] if peer in o.peers.split(",")):
             if o.make:
                 make(peer, o.folder)
-            if python_of(peer, o.folder).exists():
+            if made(peer, o.folder).exists():
                 sides.append(peer)
             else:
                 print(f"{peer}: no environment; --make makes it", file=sys.stderr)

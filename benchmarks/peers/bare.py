@@ -50,6 +50,7 @@ def main() -> None:
             for _ in range(number, job.unit.cohort, job.workers):
                 client()
             done.wait(LIMIT)
+        ready.wait(LIMIT)  # processor time is read of processes that are there
 
     processes = [context.Process(target=work, args=(k,)) for k in range(job.workers)]
     for process in processes:
@@ -60,6 +61,7 @@ def main() -> None:
     for _ in range(job.rounds):
         done.wait(LIMIT)
         clock.mark()
+    ready.wait(LIMIT)
     for process in processes:
         process.join(LIMIT)
     job.hand_in(clock, {})

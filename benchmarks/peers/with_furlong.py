@@ -32,6 +32,7 @@ def settings(job: Job) -> Config:
             "rounds": job.rounds,
             "epochs": unit.epochs,
             "batch_size": unit.batch,
+            "optimiser.name": "sgd",
             "optimiser.lr": unit.lr,
             "optimiser.momentum": 0.0,
             "optimiser.weight_decay": 0.0,
