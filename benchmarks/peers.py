@@ -65,6 +65,7 @@ PEERS = {
     "classes": ("blazefl",),
 }
 TINY = {"clients": 10, "images": 10, "cohort": 4, "batch": 5, "epochs": 1}
+CHECK = {"cohort": 20, "trivial": 20, "classes": 5}  # rounds
 TEST = 5000  # images for the accuracy
 
 
@@ -138,9 +139,15 @@ class Done:
     weights: dict[str, np.ndarray]
     memory: float = 0.0  # MB, if it was watched
 
-    def middle(self, which: int) -> float:
-        """The median of the rounds' seconds (0) or processor seconds (1), without the first's."""
-        return statistics.median(each[which] for each in self.rounds[1:])
+    @property
+    def seconds(self) -> float:
+        """The median of the rounds without the first."""
+        return statistics.median(seconds for seconds, _ in self.rounds[1:])
+
+    @property
+    def processors(self) -> float:
+        """Processor seconds, the mean of the same rounds: the system counts hundredths."""
+        return statistics.mean(processors for _, processors in self.rounds[1:])
 
     @property
     def digest(self) -> str:
@@ -250,14 +257,12 @@ def timed(unit: Unit, sides: list[str], o: Namespace, data: Path) -> dict[str, d
             found[side].append(do(side, job, o.folder))
             now = found[side][-1]
             print(
-                f"{unit.name} {side}: {now.middle(0):.3f} s, processors {now.middle(1):.3f} s",
+                f"{unit.name} {side}: {now.seconds:.3f} s, processors {now.processors:.3f} s",
                 file=sys.stderr,
                 flush=True,
             )
-    wall, processors = (
-        {side: [done.middle(which) for done in dones] for side, dones in found.items()}
-        for which in (0, 1)
-    )
+    wall = {side: [done.seconds for done in dones] for side, dones in found.items()}
+    processors = {side: [done.processors for done in dones] for side, dones in found.items()}
     bare = statistics.median(processors["bare"])
     rows = {}
     for side, dones in found.items():
@@ -274,8 +279,10 @@ def timed(unit: Unit, sides: list[str], o: Namespace, data: Path) -> dict[str, d
     return rows
 
 
-def ratio(theirs: list[float], ours: list[float]) -> float:
-    """The median over the turns."""
+def ratio(theirs: list[float], ours: list[float]) -> float | None:
+    """The median over the turns; none if a work is too short to be measured."""
+    if not all(ours):
+        return None
     return round(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)), 2)
 
 
@@ -285,7 +292,7 @@ def checked(unit: Unit, sides: list[str], o: Namespace, data: Path) -> dict[str,
     for side in sides:
         if side == "bare":
             continue
-        job = Job(unit, str(data), "", o.workers, 0, o.check_rounds)
+        job = Job(unit, str(data), "", o.workers, 0, o.check_rounds or CHECK[unit.name])
         many = [do(side, replace(job, seed=seed), o.folder, watch=True) for seed in range(o.seeds)]
         alone = do(side, replace(job, workers=1), o.folder)
         accuracies = [done.accuracy(unit, data) for done in many]
@@ -308,7 +315,7 @@ def main() -> None:
     words.add_argument("--parts", default="time,check")
     words.add_argument("--rounds", type=int, default=4, help="of time; the first does not count")
     words.add_argument("--repeats", type=int, default=3)
-    words.add_argument("--check-rounds", type=int, default=6)
+    words.add_argument("--check-rounds", type=int, help=f"of check; else {CHECK}")
     words.add_argument("--seeds", type=int, default=3, help="of the accuracy")
     words.add_argument("--workers", type=int, default=2)
     words.add_argument("--data", default="shapes", help="shapes, or cifar10 with --root")
