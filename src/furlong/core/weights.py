@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from furlong.core.payload import Weights, flatten, is_buffer, rebuild
 from furlong.nn.fixed import keeps_statistics
+from furlong.seeding import threads
 
 P = TypeVar("P")
 BatchNormPolicy = Literal["average", "local", "pooled", "recalibrate"]
@@ -117,15 +118,20 @@ class Mean(Generic[P]):
                 for name, t in tensors.items()
             }
         self.total += weight
-        for name, tensor in tensors.items():
-            sums = self._sums[name]
-            if not tensor.is_floating_point():
-                torch.maximum(sums, tensor, out=sums)
-            elif self.pooled and name.endswith("running_var"):
-                mean = tensors[name.removesuffix("var") + "mean"].double()
-                sums.add_(tensor.double() + mean.square(), alpha=weight)
-            else:
-                sums.add_(tensor, alpha=weight)
+        with threads():  # elementwise, so the same bits; the other cores have clients to train
+            for name, tensor in tensors.items():
+                self._count(name, tensor, tensors, weight)
+
+    def _count(self, name: str, tensor: Tensor, tensors: Weights, weight: float) -> None:
+        """Add one tensor of an answer's ``tensors``."""
+        sums = self._sums[name]
+        if not tensor.is_floating_point():
+            torch.maximum(sums, tensor, out=sums)
+        elif self.pooled and name.endswith("running_var"):
+            mean = tensors[name.removesuffix("var") + "mean"].double()
+            sums.add_(tensor.double() + mean.square(), alpha=weight)
+        else:
+            sums.add_(tensor, alpha=weight)
 
     def result(self) -> P | None:
         """The mean, or ``None`` when nothing was added."""
