@@ -137,18 +137,20 @@ class Mean(Generic[P]):
         """The mean, or ``None`` when nothing was added."""
         if not self.total:
             return None
-        done: dict[str, Tensor] = {}
-        for name, sums in self._sums.items():
-            if not self._dtypes[name].is_floating_point:
-                done[name] = sums
-                continue
-            value = sums / self.total
-            if self.pooled and name.endswith("running_var"):
-                mean = self._sums[name.removesuffix("var") + "mean"] / self.total
-                value -= mean.square()
-            done[name] = value.to(self._dtypes[name])
+        with threads():
+            done = {name: self._mean(name, sums) for name, sums in self._sums.items()}
         result: P = rebuild(self._tree, done)
         return result
+
+    def _mean(self, name: str, sums: Tensor) -> Tensor:
+        """What the sums of one tensor come to."""
+        if not self._dtypes[name].is_floating_point:
+            return sums
+        value = sums / self.total
+        if self.pooled and name.endswith("running_var"):
+            mean = self._sums[name.removesuffix("var") + "mean"] / self.total
+            value -= mean.square()
+        return value.to(self._dtypes[name])
 
 
 @torch.no_grad()
