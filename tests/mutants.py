@@ -1059,7 +1059,7 @@ MUTANTS = [
     Mutant(
         "gate-duplicates",
         "core/exchange.py",
-        "self._waiting.remove(client)",
+        "del self._waiting[client]",
         "pass",
         f"{GUARD} tests/engines/test_inprocess.py",
         "a client is counted twice, or as silent although it answered",
@@ -1104,6 +1104,47 @@ MUTANTS = [
         "chosen.tolist()",
         "tests/engines/test_inprocess.py -k cohorts",
         "reports are not added in client order",
+    ),
+    # ------------------------------------------------------------ workers
+    Mutant(
+        "pool-longest",
+        "engines/pool.py",
+        "key=self._length, reverse=True",
+        "key=self._length",
+        "tests/engines/test_inprocess.py -k longest",
+        "the longest client is the last to begin",
+    ),
+    Mutant(
+        "pool-behind",
+        "engines/pool.py",
+        "client = owed.popleft() if owed else None",
+        "client = owed.pop() if owed else None",
+        "tests/engines/test_inprocess.py -k one_message",
+        "another client of the message gets the answer, or the blame",
+    ),
+    Mutant(
+        "sheet-read",
+        "engines/blobs.py",
+        "weakref.finalize(memory, self.unread).atexit = False",
+        "self.unread()",
+        "tests/engines/test_inprocess.py -k sheet",
+        "a report is written over while the server reads it",
+    ),
+    Mutant(
+        "one-thread",
+        "seeding.py",
+        "        with threads():\n            try:",
+        "        with threads(torch.get_num_threads()):\n            try:",
+        "tests/test_seeding.py",
+        "the server waits for cores that clients have",
+    ),
+    Mutant(
+        "fused-frozen",
+        "nn/optimisers.py",
+        'moving = [p for p in group["params"] if p.grad is not None]',
+        'moving = list(group["params"])',
+        "tests/nn/test_optimisers.py -k bits",
+        "a frozen weight has no gradient to move by",
     ),
     # ------------------------------------------------------------ payload
     Mutant(

@@ -11,7 +11,7 @@ from furlong.core.context import ClientContext, Networks
 from furlong.core.exchange import run_client
 from furlong.core.payload import pack
 from furlong.engines.inprocess import BlobStore
-from furlong.seeding import seeded, shuffled, with_seed
+from furlong.seeding import made_with_one_thread, seeded, shuffled, threads, with_seed
 
 
 def test_numbers_depend_on_the_seed_only() -> None:
@@ -35,6 +35,13 @@ def test_numbers_outside_go_on() -> None:
             torch.rand(5)
         found.append(float(torch.rand(())))
     assert found == wanted
+
+
+def test_made_with_one_thread_and_taken_with_as_many_as_before() -> None:
+    with threads(2):
+        for inside in made_with_one_thread(torch.get_num_threads() for _ in range(2)):
+            assert (inside, torch.get_num_threads()) == (1, 2)
+        assert torch.get_num_threads() == 2
 
 
 def test_permutations() -> None:

@@ -12,6 +12,7 @@ import pytest
 import furlong
 
 HEAVY = {"torch", "matplotlib", "scipy", "pandas", "pyarrow", "datasets", "flwr", "tensorboard"}
+HEAVY |= {"torch._dynamo"}  # torch's compiler, which its optimisers import
 
 
 def measure(first: str, then: str) -> tuple[float, float, set[str]]:
@@ -49,6 +50,24 @@ def test_a_run_adds_little_to_torch() -> None:
     torch, ours, heavy = measure("import torch", run)
     assert heavy <= {"torch"}
     assert ours < max(0.3, torch / 2)
+
+
+def test_training_a_client_imports_nothing_heavy() -> None:
+    """A worker would import it, and each of them anew, before its first step."""
+    first = """
+from furlong.engines.inprocess import InProcess
+from furlong.runs.config import from_tree
+from furlong.runs.prepare import prepare
+options = {
+    "method": "fedbyol", "encoder": "small", "data": "shapes", "data.images": 40, "rounds": 1,
+    "data.image_size": 16, "data.test_images": 20, "clients": 2, "batch_size": 8,
+    "partition": "iid",
+}
+p = prepare(from_tree({}, options, "a test"))
+"""
+    then = "p.server.step(InProcess(p.method, p.federation, p.setup), p.server.init(), "
+    _, _, heavy = measure(first, f"{then} p.server.exchanges()[0])")
+    assert heavy <= {"torch"}
 
 
 def test_the_list_of_methods_is_quick() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from furlong.core.context import Exchange
-from furlong.core.guard import Guard
+from furlong.core.guard import Expected, Guard
 from furlong.core.method import Report
 from furlong.core.payload import flatten, pack, replace_tensors
 from furlong.engines.inprocess import InProcess
@@ -26,7 +26,7 @@ NOW = Exchange(round=5, index=5)
 
 
 def check(report: Any) -> str | None:
-    return Guard(max_examples=100).check(report, EXPECTED, NOW, 1)
+    return Guard(max_examples=100).check(report, Expected(EXPECTED), NOW, 1)
 
 
 def with_weight(name: str, value: torch.Tensor) -> Report[Model]:
@@ -138,7 +138,7 @@ def test_round_goes_on_without_the_refused(prepared: Any, kind: str) -> None:
 def test_negative_variance_is_refused() -> None:
     expected = Model({"bn.running_var": torch.ones(3)})
     bad = Report(1, 5, 10, Model({"bn.running_var": torch.tensor([1.0, -100.0, 1.0])}), {})
-    assert "negative variance" in (Guard().check(bad, expected, NOW, 1) or "")
+    assert "negative variance" in (Guard().check(bad, Expected(expected), NOW, 1) or "")
 
 
 def test_replies_that_break_the_check_are_refused(prepared: Any) -> None:

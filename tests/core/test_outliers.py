@@ -11,6 +11,7 @@ import torch
 
 from furlong.core.context import Exchange
 from furlong.core.exchange import ExchangeResult, Failure
+from furlong.core.guard import Expected
 from furlong.core.method import Report
 from furlong.core.outliers import Size, suspects
 from furlong.core.payload import flatten, pack, replace_tensors
@@ -152,7 +153,7 @@ def test_rows_that_are_no_unit_vectors_are_refused(prepared: Any, method: str, f
 
     def said(change: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
         bad, unit = changed(report, change), p.method.unit_rows
-        return p.server.guard.check(bad, report.upload, result.exchange, 1, unit)
+        return p.server.guard.check(bad, Expected(report.upload), result.exchange, 1, unit)
 
     assert said(lambda rows: rows) is None
     assert said(lambda rows: rows * 9e9) == said(torch.zeros_like) == refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -18,8 +19,9 @@ from furlong.core.context import ClientContext, Exchange
 from furlong.core.exchange import Server, draw_cohort
 from furlong.core.method import Local
 from furlong.core.payload import pack, unpack
-from furlong.engines.blobs import Blob, BlobStore, States
+from furlong.engines.blobs import Blob, BlobStore, Sheets, States
 from furlong.engines.inprocess import InProcess
+from furlong.engines.pool import Pool
 from furlong.errors import FurlongError
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.seeding import seed_of
@@ -490,3 +492,61 @@ def test_a_new_worker_holds_no_states(prepared: Any) -> None:
                 break
             time.sleep(0.02)
     assert not held
+
+
+@dataclass(frozen=True)
+class DiesOnce(FedSimCLR):
+    """Trains nobody; one client takes its worker with it."""
+
+    whom: int = 5
+
+    def local_update(self, state: Any, down: Any, ctx: ClientContext) -> Local[Any, Any]:
+        if ctx.client == self.whom and ctx.exchange.index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Local(state, down)
+
+
+def test_of_clients_in_one_message_only_the_one_that_dies_is_lost(prepared: Any) -> None:
+    p = prepared("fedsimclr", clients=24)
+    method = DiesOnce(projection_head=p.method.projection_head)
+    server = Server(method, p.setup)
+    with InProcess(method, p.federation, p.setup, 2) as transport:
+        one, two = list(server.run(transport, server.init()))
+    assert not one.failures
+    assert [(f.client, f.kind) for f in two.failures] == [(5, "lost")]
+    assert sorted(two.metrics) == [c for c in range(24) if c != 5]
+
+
+def test_the_longest_goes_first_and_answers_keep_their_order() -> None:
+    """As far ahead as three clients for each worker, if answers are large."""
+    sheets, begun = Sheets(), itertools.count()
+
+    def run(*_: Any) -> tuple[Blob, None]:
+        return sheets.write(
+            {"at": torch.tensor(next(begun)), "large": torch.zeros(9_000_000)}
+        ), None
+
+    pool = Pool(1, run, sheets)
+    lengths = {0: 1, 1: 5, 2: 3, 3: 9, 4: 2}
+    try:
+        downloads = dict.fromkeys(lengths, 0)
+        answers = pool.exchange(Exchange(0), downloads, lambda _: None, lengths.__getitem__, 0.0)
+        found = [(client, int(unpack(answer[0].map())["at"])) for client, answer in answers]
+    finally:
+        pool.close()
+    assert found == [(0, 2), (1, 0), (2, 1), (3, 3), (4, 4)]
+
+
+def test_a_sheet_is_written_on_again_when_nobody_reads_it() -> None:
+    sheets = Sheets()
+    first = sheets.write({"t": torch.ones(1000)})
+    value = unpack(first.map())["t"]
+    first.close()
+    second = sheets.write({"t": torch.zeros(1000)})
+    assert second.sheet != first.sheet
+    assert bool(value.eq(1).all())
+    del value
+    third = sheets.write({"t": torch.full((900,), 3.0)})
+    assert third.sheet == first.sheet
+    third.close()  # it was never read
+    assert sheets.write({"t": torch.zeros(1000)}).sheet == first.sheet

@@ -14,6 +14,7 @@ from furlong.core.context import Batch, ClientContext, Exchange, Networks, Shard
 from furlong.core.exchange import Server, run_client
 from furlong.core.federation import Federation
 from furlong.core.given import plain
+from furlong.core.guard import Expected
 from furlong.core.method import Local
 from furlong.core.payload import flatten, pack, pack_tensors, traffic, unpack
 from furlong.core.weights import snapshot
@@ -151,7 +152,7 @@ def test_uploads_look_as_expected(prepared: Any, name: str) -> None:
     local = ClientContext(p.setup, exchange, Networks(), client=0, data=shard(p, 0))
     report = run_client(p.method, p.method.download(server, 0, ctx), local, BlobStore(1 << 30))
     expected = p.method.expected(server, 0, ctx)
-    assert p.server.guard.check(report, expected, exchange, 0) is None
+    assert p.server.guard.check(report, Expected(expected), exchange, 0) is None
     assert traffic(report.upload) == traffic(expected)
 
 

@@ -1,15 +1,17 @@
-"""LARS by hand, and the learning rate's course."""
+"""LARS by hand, SGD and Adam beside torch's, and the learning rate's course."""
 
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from furlong.errors import FurlongError
-from furlong.nn.optimisers import LARS, warmup_cosine
+from furlong.nn.optimisers import LARS, SGD, Adam, warmup_cosine
 
 Values = list[float] | list[list[float]]
 
@@ -111,3 +113,40 @@ def test_warmup_then_cosine(progress: float, warmup: float, expected: float) -> 
 def test_a_warmup_is_a_share() -> None:
     with pytest.raises(FurlongError, match="10"):
         warmup_cosine(0.5, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("sgd", partial(torch.optim.SGD, momentum=0.9)),
+        ("plain", torch.optim.SGD),
+        ("adam", torch.optim.Adam),
+        ("adamw", torch.optim.AdamW),
+    ],
+)
+def test_the_bits_of_torch(name: str, theirs: Any) -> None:
+    """With two groups, of which one has a rate of its own, and a weight that is frozen at first."""
+
+    def finish(make: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4 * 9, 3), nn.Linear(3, 2))
+        net = net.to(memory_format=torch.channels_last)
+        conv, _, middle, last = net
+        groups = [{"params": conv.parameters()}, {"params": last.parameters(), "lr": 0.2}]
+        optimiser = make(groups, 0.05)
+        optimiser.add_param_group({"params": middle.parameters()})
+        for step in range(4):
+            optimiser.zero_grad(set_to_none=True)
+            middle.requires_grad_(step > 1)
+            net(torch.randn(5, 2, 5, 5)).square().sum().backward()
+            optimiser.step()
+        return [p.detach() for p in net.parameters()]
+
+    ours = {
+        "sgd": partial(SGD, momentum=0.9, weight_decay=0.1),
+        "plain": partial(SGD, momentum=0.0, weight_decay=0.1),
+        "adam": partial(Adam, weight_decay=0.1),
+        "adamw": partial(Adam, weight_decay=0.1, decoupled=True),
+    }[name]
+    pairs = zip(finish(ours), finish(partial(theirs, weight_decay=0.1, fused=True)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

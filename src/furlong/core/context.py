@@ -20,7 +20,7 @@ from furlong.data.augment import Recipe
 from furlong.data.images import ImageSet
 from furlong.nn.encoders import build_encoder, without_batchnorm
 from furlong.nn.losses import decorrelation
-from furlong.nn.optimisers import LARS
+from furlong.nn.optimisers import LARS, SGD, Adam, Fused
 from furlong.nn.peernorm import group_normed
 from furlong.settings import setting
 
@@ -133,7 +133,7 @@ class Batch:
 
 
 class Optimiser:
-    """A torch optimiser with the round's learning rate; ``step(loss)`` does all three calls."""
+    """An optimiser with the round's learning rate; ``step(loss)`` does all three calls."""
 
     def __init__(
         self,
@@ -146,23 +146,14 @@ class Optimiser:
         self._features, self._decorrelation = features, settings.decorrelation
         trainable = [p for p in parameters if p.requires_grad]
         groups = _by_rate(trainable, lr, settings.encoder_rate)
-        if settings.name in ("adam", "adamw"):
-            kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
-            self.torch: torch.optim.Optimizer = kind(
-                groups, lr, weight_decay=settings.weight_decay, fused=True
-            )
-        elif settings.name == "lars":
-            self.torch = LARS(
-                groups, lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-            )
+        decay = settings.weight_decay
+        self.torch: Fused | LARS
+        if settings.name == "lars":
+            self.torch = LARS(groups, lr, momentum=settings.momentum, weight_decay=decay)
+        elif settings.name == "sgd":
+            self.torch = SGD(groups, lr, settings.momentum, decay)
         else:
-            self.torch = torch.optim.SGD(
-                groups, lr, settings.momentum, weight_decay=settings.weight_decay, fused=True
-            )
-            # fused SGD wants the momentum of all parameters or of none, and one that is frozen at
-            # first gets its gradient later than the others; a momentum of 0 is the same as none
-            for parameter in trainable if settings.momentum else ():
-                self.torch.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            self.torch = Adam(groups, lr, decay, decoupled=settings.name == "adamw")
         self._losses: list[Tensor] = []
 
     def step(self, loss: Tensor) -> None:
@@ -189,23 +180,26 @@ class Optimiser:
 
     def moments(self) -> Weights:
         """The optimiser's tensors by ``parameter/name``."""
-        state = self.torch.state_dict()["state"]
         return {
             f"{i}/{name}": value.detach().cpu()
-            for i, entry in state.items()
-            for name, value in entry.items()
-            if isinstance(value, Tensor)
+            for i, parameter in enumerate(self._parameters)
+            for name, value in self.torch.state.get(parameter, {}).items()
         }
 
     def set_moments(self, moments: Weights) -> None:
         """Go on from :meth:`moments` of an earlier round."""
-        parameters = [p for group in self.torch.param_groups for p in group["params"]]
+        parameters = self._parameters
         for path, value in moments.items():
             index, name = path.split("/")
             parameter = parameters[int(index)]
             # fused kernels pair elements by memory offset: a moment needs its parameter's layout
             own = torch.empty_like(parameter) if value.dim() else torch.empty_like(value)
-            self.torch.state[parameter][name] = own.copy_(value)
+            self.torch.state.setdefault(parameter, {})[name] = own.copy_(value)
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """In the order by which moments are named."""
+        return [p for group in self.torch.param_groups for p in group["params"]]
 
 
 def _by_rate(parameters: list[nn.Parameter], lr: float, rate: float) -> list[dict[str, Any]]:

@@ -20,9 +20,9 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
 from furlong.core.aggregation import Average
 from furlong.core.context import ClientContext, Exchange, Networks, ServerContext, Setup, Shard
-from furlong.core.guard import Guard
+from furlong.core.guard import Expected, Guard
 from furlong.core.method import Method, Report
-from furlong.core.outliers import USUAL, Size, size_of, suspects
+from furlong.core.outliers import USUAL, Size, suspects
 from furlong.core.payload import (
     Traffic,
     Weights,
@@ -38,7 +38,7 @@ from furlong.core.payload import (
 from furlong.core.products import merging
 from furlong.core.weights import first_nonfinite
 from furlong.errors import FurlongError, fitting
-from furlong.seeding import seeded, shuffled, threads
+from furlong.seeding import made_with_one_thread, seeded, shuffled, threads
 
 S = TypeVar("S")
 C = TypeVar("C")
@@ -263,7 +263,8 @@ class Server(Generic[S, D, U]):
         cohort = self.method.asked(state, self.cohort(exchange), ctx)
         downloads = Downloads(self.method, state, cohort, ctx)
         gate = _Gate(self, state, exchange, cohort)
-        replies = gate.admit(engine.exchange(exchange, downloads))
+        # a second thread would wait for a core that a client has
+        replies = made_with_one_thread(gate.admit(engine.exchange(exchange, downloads)))
         with self.computing(exchange.index):
             state = self.method.aggregate(state, replies, ctx)
         gate.finish(replies)
@@ -327,18 +328,22 @@ class _Gate(Generic[S, U]):
     ) -> None:
         self._server, self._state, self._exchange, self._cohort = server, state, exchange, cohort
         self._ctx = server.context(exchange)
-        self._waiting = list(cohort)
+        self._waiting = dict.fromkeys(cohort)  # a set in the order of the clients
         self.failures: list[Failure] = []
         self.metrics: dict[int, dict[str, float]] = {}
         self.examples: dict[int, int] = {}
         self.received = Traffic()
         self._sizes: dict[int, Size] = {}
+        self._uploads: dict[int, Traffic] = {}  # of those that are valid
+        self._last: Expected | None = None
 
     def admit(self, replies: Iterable[tuple[int, Report[U] | Failure]]) -> Iterator[Report[U]]:
         """The reports that pass the guard and, if outliers are left out, are none."""
         valid = self._valid(replies)
         for reply in self._without_outliers(valid) if self._server.guard.outlier else valid:
-            self.received += traffic(reply)
+            self.received += self._uploads.pop(reply.client) + traffic(
+                {**vars(reply), "upload": None}
+            )
             self.metrics[reply.client] = reply.metrics
             self.examples[reply.client] = reply.examples
             if self._server.watch is not None:
@@ -374,7 +379,7 @@ class _Gate(Generic[S, U]):
             if client not in self._waiting:  # duplicates, and clients nobody asked
                 self.failures.append(Failure(client, "refused", "an answer nobody asked for"))
                 continue
-            self._waiting.remove(client)
+            del self._waiting[client]
             if isinstance(reply, Failure):
                 self.failures.append(reply)
                 continue
@@ -386,15 +391,24 @@ class _Gate(Generic[S, U]):
 
     def _refuse(self, client: int, reply: Report[U]) -> str | None:
         try:
-            expected = expected_upload(self._server.method, self._state, client, self._ctx)
+            expected = self._expected(client)
             guard = self._server.guard
             unit_rows = self._server.method.unit_rows
             reason = guard.check(reply, expected, self._exchange, client, unit_rows)
-            if reason is None and guard.outlier is not None:
-                self._sizes[client] = size_of(reply.upload, expected, reply.examples)
+            if reason is None:
+                self._uploads[client] = expected.traffic  # it looks the same
+                if guard.outlier is not None:
+                    self._sizes[client] = expected.start.size(reply.upload, reply.examples)
             return reason
         except Exception as error:  # a hostile reply must not end the run
             return f"cannot be checked ({type(error).__name__})"
+
+    def _expected(self, client: int) -> Expected:
+        """What ``client`` must send; most methods expect the same object of everybody."""
+        upload = expected_upload(self._server.method, self._state, client, self._ctx)
+        if self._last is None or self._last.upload is not upload:
+            self._last = Expected(upload)
+        return self._last
 
     def finish(self, replies: Iterator[Report[U]]) -> None:
         """Drain what the method left, name the silent, and stop when too few could train."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,8 +44,12 @@ class Federation:
 
     def shard(self, client: int, *, labels: bool = False) -> Shard:
         """A client's data, without labels unless they are asked for."""
-        images = self.images if labels else replace(self.images, labels=None, classes=())
-        return Shard(images, self.rows[client])
+        return Shard(self.images if labels else self._unlabelled, self.rows[client])
+
+    @cached_property
+    def _unlabelled(self) -> ImageSet:
+        """Made once: an image set looks at all that is known of its images."""
+        return replace(self.images, labels=None, classes=())
 
     def only(self, client: int) -> Federation:
         """The federation in which ``client`` is alone; it keeps its number."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,9 +14,28 @@ from torch import Tensor
 
 from furlong.core.context import Exchange
 from furlong.core.method import Report
-from furlong.core.payload import flatten
+from furlong.core.outliers import Start
+from furlong.core.payload import Traffic, flatten, traffic
 
 _METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")
+
+
+class Expected:
+    """What an upload must look like, taken apart once for all clients that must send the same."""
+
+    def __init__(self, upload: Any) -> None:
+        self.upload = upload
+        self.tensors, self.tree = flatten(upload)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """The bytes of an upload that looks like this."""
+        return traffic(self.upload)
+
+    @cached_property
+    def start(self) -> Start:
+        """What the size of an update is counted from."""
+        return Start(self.upload)
 
 
 @dataclass(frozen=True)
@@ -36,7 +56,7 @@ class Guard:
     def check(
         self,
         report: Any,
-        expected: Any,
+        expected: Expected,
         exchange: Exchange,
         client: int,
         unit_rows: Collection[str] = (),
@@ -75,7 +95,7 @@ class Guard:
 
     def _rows(self, upload: Any, names: Collection[str]) -> str | None:
         """Rows that others take as they are: a long one would drown all others."""
-        tensors = flatten(upload)[0]
+        tensors = flatten(upload)[0] if names else {}
         for name in (name for name in names if name in tensors):
             lengths = torch.linalg.vector_norm(tensors[name], dim=1)
             if lengths.numel() and float((lengths - 1).abs().max()) > self.max_stretch:
@@ -97,9 +117,9 @@ class Guard:
             return f"{name} holds a negative variance"
         return None
 
-    def _upload(self, upload: Any, expected: Any) -> str | None:
+    def _upload(self, upload: Any, expected: Expected) -> str | None:
         got, got_tree = flatten(upload)
-        want, want_tree = flatten(expected)
+        want = expected.tensors
         if got.keys() != want.keys():
             missing, extra = sorted(want.keys() - got.keys()), sorted(got.keys() - want.keys())
             return f"wrong tensors: {len(missing)} missing {missing[:3]}, {len(extra)} unknown " + (
@@ -112,7 +132,7 @@ class Guard:
                 return f"{name} has dtype {tensor.dtype}, not {want[name].dtype}"
             if reason := self._values(name, tensor):
                 return reason
-        return _differs(got_tree, want_tree)
+        return _differs(got_tree, expected.tree)
 
 
 def _differs(got: Any, want: Any) -> str | None:

@@ -42,21 +42,37 @@ class Size:
     whole: dict[str, float]  # ‖x‖
 
 
-def size_of(upload: Any, before: Any, images: int) -> Size:
-    """The size of ``upload``, which has the tensors of ``before``, the server's value."""
-    got, want = flatten(upload)[0], flatten(before)[0]
-    moved, whole = dict.fromkeys(_KINDS, 0.0), dict.fromkeys(_KINDS, 0.0)
-    for name, kind, _, _ in parts(before):
-        if kind in _KINDS and want[name].is_floating_point():
-            own = want[name].float()
-            moved[kind] += _squares(got[name].float() - own)
-            whole[kind] += _squares(own)
-    roots = ({kind: square**0.5 for kind, square in sums.items()} for sums in (moved, whole))
-    return Size(images, *roots)
+class Start:
+    """The server's value that the updates of a round are compared with, taken apart once."""
+
+    def __init__(self, before: Any) -> None:
+        tensors = flatten(before)[0]
+        self._names: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+        for name, kind, _, _ in parts(before):
+            if kind in _KINDS and tensors[name].is_floating_point():
+                self._names[kind].append(name)
+        self._own = {
+            kind: [tensors[name].float() for name in names] for kind, names in self._names.items()
+        }
+        self._whole = {kind: _norm(own) for kind, own in self._own.items()}
+
+    def size(self, upload: Any, images: int) -> Size:
+        """The size of ``upload``, which has the tensors of the server's value."""
+        got = flatten(upload)[0]
+        moved = {}
+        for kind, names in self._names.items():
+            tensors = [got[name].float() for name in names]
+            moved[kind] = (
+                _norm(list(torch._foreach_sub(tensors, self._own[kind]))) if names else 0.0
+            )
+        return Size(images, moved, self._whole)
 
 
-def _squares(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+def _norm(tensors: list[torch.Tensor]) -> float:
+    """The length of all of them together, in float64."""
+    if not tensors:
+        return 0.0
+    return float(torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).norm())
 
 
 def suspects(sizes: Mapping[int, Size], times: float) -> dict[int, str]:

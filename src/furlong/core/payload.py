@@ -83,11 +83,15 @@ def join(path: str, name: object) -> str:
     return f"{path}/{name}" if path else str(name)
 
 
+def _name(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> None:
+    if path in tensors:
+        raise ValueError(f"two tensors would be called {path!r}")
+    tensors[path] = tensor
+
+
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        if path in tensors:
-            raise ValueError(f"two tensors would be called {path!r}")
-        tensors[path] = value
+        _name(value, path, tensors)
         return {"tensor": path}
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -107,7 +111,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         if value and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()):
             for key, tensor in value.items():
-                _encode(tensor, join(path, key), tensors)
+                _name(tensor, join(path, key), tensors)
             return {"weights": path, "names": list(value)}
         return {"dict": [[k, _encode(v, join(path, k), tensors)] for k, v in value.items()]}
     if isinstance(value, tuple | list):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from furlong.core.payload import Weights, flatten, is_buffer, rebuild
 from furlong.nn.fixed import keeps_statistics
+from furlong.seeding import threads
 
 P = TypeVar("P")
 BatchNormPolicy = Literal["average", "local", "pooled", "recalibrate"]
@@ -117,32 +118,39 @@ class Mean(Generic[P]):
                 for name, t in tensors.items()
             }
         self.total += weight
-        for name, tensor in tensors.items():
-            sums = self._sums[name]
-            if not tensor.is_floating_point():
-                torch.maximum(sums, tensor, out=sums)
-            elif self.pooled and name.endswith("running_var"):
-                mean = tensors[name.removesuffix("var") + "mean"].double()
-                sums.add_(tensor.double() + mean.square(), alpha=weight)
-            else:
-                sums.add_(tensor, alpha=weight)
+        with threads():  # elementwise, so the same bits; the other cores have clients to train
+            for name, tensor in tensors.items():
+                self._count(name, tensor, tensors, weight)
+
+    def _count(self, name: str, tensor: Tensor, tensors: Weights, weight: float) -> None:
+        """Add one tensor of an answer's ``tensors``."""
+        sums = self._sums[name]
+        if not tensor.is_floating_point():
+            torch.maximum(sums, tensor, out=sums)
+        elif self.pooled and name.endswith("running_var"):
+            mean = tensors[name.removesuffix("var") + "mean"].double()
+            sums.add_(tensor.double() + mean.square(), alpha=weight)
+        else:
+            sums.add_(tensor, alpha=weight)
 
     def result(self) -> P | None:
         """The mean, or ``None`` when nothing was added."""
         if not self.total:
             return None
-        done: dict[str, Tensor] = {}
-        for name, sums in self._sums.items():
-            if not self._dtypes[name].is_floating_point:
-                done[name] = sums
-                continue
-            value = sums / self.total
-            if self.pooled and name.endswith("running_var"):
-                mean = self._sums[name.removesuffix("var") + "mean"] / self.total
-                value -= mean.square()
-            done[name] = value.to(self._dtypes[name])
+        with threads():
+            done = {name: self._mean(name, sums) for name, sums in self._sums.items()}
         result: P = rebuild(self._tree, done)
         return result
+
+    def _mean(self, name: str, sums: Tensor) -> Tensor:
+        """What the sums of one tensor come to."""
+        if not self._dtypes[name].is_floating_point:
+            return sums
+        value = sums / self.total
+        if self.pooled and name.endswith("running_var"):
+            mean = self._sums[name.removesuffix("var") + "mean"] / self.total
+            value -= mean.square()
+        return value.to(self._dtypes[name])
 
 
 @torch.no_grad()

@@ -10,9 +10,11 @@ import mmap
 import os
 import resource
 import tempfile
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -20,6 +22,7 @@ from weakref import WeakSet
 from furlong.core.exchange import ClientStore
 from furlong.core.payload import pack
 
+SPARE = 64 << 20  # bytes of free sheets beyond which only two are kept
 SPILL = ".clients-"  # how the folders of states that exceed the memory budget begin
 
 
@@ -30,6 +33,8 @@ class Blob:
     size: int
     fd: int | None = None
     path: Path | None = None
+    sheet: int | None = None  # the number of the sheet that it is written on, see :class:`Sheets`
+    unread: Callable[[], None] | None = None  # called when nobody can read the bytes any more
 
     def __post_init__(self) -> None:
         _BLOBS.add(self)
@@ -63,9 +68,13 @@ class Blob:
         """The bytes, as private memory: writing to it changes nothing here."""
         fd = self.open()
         try:
-            return mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY)
+            memory = mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
+        if self.unread is not None:  # tensors that are views of the memory keep it alive
+            weakref.finalize(memory, self.unread).atexit = False
+            self.unread = None
+        return memory
 
     def open(self) -> int:
         """A descriptor that the caller closes."""
@@ -85,6 +94,9 @@ class Blob:
         if self.path is not None:
             self.path.unlink(missing_ok=True)
             self.path = None
+        if self.unread is not None:
+            self.unread()
+            self.unread = None
 
 
 _BLOBS: WeakSet[Blob] = WeakSet()
@@ -95,6 +107,66 @@ def close_inherited() -> None:
     for blob in _BLOBS:
         if blob.fd is not None:
             os.close(blob.fd)
+
+
+class Sheets:
+    """Memory that a process writes its reports to, the same again and again.
+
+    A sheet can be written on as soon as nobody can read what is on it. New memory is slow: the
+    kernel clears it and hands it out page by page, 0.7 ms for a megabyte.
+    """
+
+    def __init__(self) -> None:
+        self._sheets: dict[int, tuple[Blob, mmap.mmap]] = {}
+        self._free: list[int] = []
+        self._made = 0
+
+    def write(self, value: Any) -> Blob:
+        """Pack ``value`` on a sheet; the blob is the caller's."""
+        chosen: list[tuple[int, int]] = []
+
+        def allocate(size: int) -> memoryview:
+            number = self._fitting(size)
+            chosen.append((number, size))
+            return memoryview(self._sheets[number][1])[:size]
+
+        pack(value, allocate)
+        [(number, size)] = chosen
+        self._free.remove(number)
+        unread = partial(self.back, [number])
+        return Blob(size, self._sheets[number][0].open(), sheet=number, unread=unread)
+
+    def back(self, numbers: Iterable[int]) -> None:
+        """Nobody can read these sheets any more; of large ones no more than two are kept."""
+        for number in numbers:
+            self._free.append(number)
+            if len(self._free) > 2 and sum(map(self._size, self._free)) > SPARE:
+                self._drop(self._free[0])
+
+    def forget(self) -> None:
+        """After a fork: what there is belongs to the parent."""
+        self._sheets.clear()
+        self._free.clear()
+
+    def _fitting(self, size: int) -> int:
+        """The smallest free sheet that has room, or a new one in place of one that has not."""
+        fit = [number for number in self._free if self._size(number) >= size]
+        if fit:
+            return min(fit, key=self._size)
+        if self._free:
+            self._drop(self._free[0])
+        self._made += 1
+        blob = Blob(0)
+        self._sheets[self._made] = blob, blob._allocate(size)
+        self._free.append(self._made)
+        return self._made
+
+    def _size(self, number: int) -> int:
+        return self._sheets[number][0].size
+
+    def _drop(self, number: int) -> None:
+        self._free.remove(number)
+        self._sheets.pop(number)[0].close()
 
 
 class States(ClientStore, Protocol):

@@ -14,7 +14,7 @@ from furlong.core.exchange import Engine, Failure, run_client
 from furlong.core.federation import Federation
 from furlong.core.method import AnyMethod, Report
 from furlong.core.payload import PayloadError, unpack
-from furlong.engines.blobs import Blob, BlobStore, States
+from furlong.engines.blobs import Blob, BlobStore, Sheets, States
 from furlong.engines.pool import Answer, Pool, can_fork
 from furlong.errors import FurlongError, describe, exhausted
 
@@ -49,7 +49,7 @@ class InProcess(Engine):
                 f"--workers {self.workers} with --device {self.setup.device}: clients run one "
                 "after another on an accelerator. Use --workers 1, or --device cpu."
             )
-        self._networks = Networks()
+        self._networks, self._sheets = Networks(), Sheets()
         self.pool: Pool | None = None  # the worker processes, unless clients run in this one
         self._start()
 
@@ -65,7 +65,7 @@ class InProcess(Engine):
             )
         wanted = useful > 1 or self.deadline or self.isolate
         if self.pool is None and wanted and can_fork(device):
-            self.pool = Pool(max(1, useful), self._run)
+            self.pool = Pool(max(1, useful), self._run, self._sheets)
 
     def close(self) -> None:
         """End the workers and drop the client states."""
@@ -92,12 +92,18 @@ class InProcess(Engine):
         """Who was asked and what came back, in client order."""
         self._start()
         if self.pool is not None:
-            answers = self.pool.exchange(exchange, downloads, self.store.blob, self.deadline)
+            answers = self.pool.exchange(
+                exchange, downloads, self.store.blob, self._length, self.deadline
+            )
         else:
             answers = self._here(exchange, downloads)
         with closing(answers):
             for client, answer in answers:
                 yield client, self._accept(client, answer)
+
+    def _length(self, client: int) -> int:
+        """A client's work is in proportion to its images."""
+        return len(self.federation.rows[client])
 
     def _here(
         self, exchange: Exchange, downloads: Mapping[int, Any]
@@ -122,7 +128,7 @@ class InProcess(Engine):
                 data=shard,
                 identity=self.identity,
             )
-            report = Blob.of(run_client(self.method, download(), ctx, slot))
+            report = self._sheets.write(run_client(self.method, download(), ctx, slot))
             return report, None if slot.new is None else Blob.of_bytes(slot.new)
         except Exception as error:
             scarce = exhausted(error)

@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from typing import Any
@@ -45,7 +45,7 @@ import torch
 from furlong.core.context import Exchange
 from furlong.core.exchange import Failure
 from furlong.core.payload import unpack
-from furlong.engines.blobs import Blob, close_inherited
+from furlong.engines.blobs import Blob, Sheets, close_inherited
 
 Answer = tuple[Blob, Blob | None] | Failure
 """What came of a client: its packed report and its new state, if it keeps one."""
@@ -54,6 +54,9 @@ Run = Callable[[Callable[[], Any], Exchange, int, Blob | None], Answer]
 
 _FORK = sys.platform == "linux" and hasattr(socket, "send_fds") and hasattr(os, "memfd_create")
 _MESSAGE = 60_000  # bytes; the longest are errors
+_TOGETHER = 8  # clients in a message
+_AHEAD = 64  # clients that may be ahead of the aggregation, if their answers are small …
+_HELD = 64 << 20  # … that is, together no more than these bytes
 _PR_SET_PDEATHSIG = 1
 
 
@@ -80,112 +83,196 @@ def keep_freed_memory() -> None:
 
 
 class Pool:
-    """``count`` workers that run clients by ``run``; one that dies is replaced."""
+    """``count`` workers that run clients by ``run``; one that dies is replaced.
 
-    def __init__(self, count: int, run: Run) -> None:
-        self._run = run
-        self._workers: list[_Worker] = []
+    ``sheets``: what ``run`` writes reports on, in the process in which it is called.
+    """
+
+    def __init__(self, count: int, run: Run, sheets: Sheets) -> None:
+        self._run, self._sheets = run, sheets
+        self.workers: list[_Worker] = []
+        self.largest = 0  # bytes of an answer, as far as is known
         for _ in range(count):
             self._hire()
 
     @property
     def processes(self) -> list[ForkProcess]:
         """The processes that live at present."""
-        return [worker.process for worker in self._workers]
+        return [worker.process for worker in self.workers]
 
     def close(self) -> None:
         """End the workers."""
-        while self._workers:
-            self._workers.pop().end()
+        while self.workers:
+            self.workers.pop().end()
 
     def exchange(
         self,
         exchange: Exchange,
         downloads: Mapping[int, Any],
         state: Callable[[int], Blob | None],
+        length: Callable[[int], float],
         deadline: float,
     ) -> Generator[tuple[int, Answer], None, None]:
-        """Each client and its answer, in the order of ``downloads``; 0 s are no deadline."""
-        for worker in [w for w in self._workers if not w.process.is_alive()]:
-            self._replace(worker)
-        waiting = deque(downloads)
-        busy: dict[_Worker, int] = {}
-        done: dict[int, Answer] = {}
-        packed = _LastPacked()
-        until = time.monotonic() + (deadline or math.inf)
-        try:
-            for client in downloads:
-                while client not in done:
-                    idle = [w for w in self._workers if w not in busy]
-                    # only a few clients ahead of the aggregation: memory stays bounded
-                    ahead = 3 * len(self._workers) - len(done) - len(busy)
-                    for worker in idle[: max(0, ahead)] if time.monotonic() < until else ():
-                        if waiting:
-                            busy[worker] = asked = waiting.popleft()
-                            worker.send(exchange, asked, packed(downloads[asked]), state(asked))
-                    heard = self._heard(until)
-                    # what was said in time has been heard, however late that was
-                    if not heard and time.monotonic() >= until:
-                        reason = f"no answer within {deadline:g} s"
-                        late = (*busy.values(), *waiting)
-                        done |= {client: Failure(client, "lost", reason) for client in late}
-                        waiting.clear()
-                        self._abandon(busy)
-                    for worker in heard:
-                        self._receive(worker, busy, done)
-                yield client, done.pop(client)
-        finally:
-            packed.close()
-            self._abandon(busy)  # the exchange was given up: their answers belong to nobody
-            for left in done.values():
-                for blob in left if isinstance(left, tuple) else ():
-                    if blob is not None:
-                        blob.close()
+        """Each client and its answer, in the order of ``downloads``; 0 s are no deadline.
 
-    def _heard(self, until: float) -> list[_Worker]:
+        ``length``: of a client's work, in any unit.
+        """
+        for worker in [w for w in self.workers if not w.process.is_alive()]:
+            self.replace(worker)
+        yield from _Carrying(self, exchange, downloads, state, length, deadline).answers()
+
+    def heard(self, until: float) -> list[_Worker]:
         """Who has said something, or has died; waits for it, but not beyond ``until``."""
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
+        with selectors.PollSelector() as selector:
+            for worker in self.workers:
                 selector.register(worker.socket, selectors.EVENT_READ, worker)
             seconds = min(max(0.0, until - time.monotonic()), 3600.0)  # weeks would overflow
             return [key.data for key, _ in selector.select(seconds)]
 
-    def _receive(self, worker: _Worker, busy: dict[_Worker, int], done: dict[int, Answer]) -> None:
-        """Take an answer; a worker that is heard without having a client has died."""
-        client = busy.pop(worker, None)
-        answer = worker.receive(-1 if client is None else client)
-        if client is not None:
-            done[client] = answer
-        if isinstance(answer, Failure) and answer.kind == "lost":
-            self._replace(worker)
-
-    def _abandon(self, busy: dict[_Worker, int]) -> None:
-        """Replace the workers of clients that nobody waits for any more."""
-        while busy:
-            self._replace(busy.popitem()[0])
-
-    def _replace(self, worker: _Worker) -> None:
+    def replace(self, worker: _Worker) -> None:
+        """End a worker and fork another."""
         worker.process.kill()
         worker.end()
-        self._workers.remove(worker)
+        self.workers.remove(worker)
         self._hire()
 
     def _hire(self) -> None:
-        self._workers.append(_Worker(self._run, [worker.socket for worker in self._workers]))
+        others = [worker.socket for worker in self.workers]
+        self.workers.append(_Worker(self._run, self._sheets, others))
+
+
+class _Carrying:
+    """One exchange: who waits, who has which clients, who has answered.
+
+    The clients with the longest work go first, as far as memory allows: answers wait for their turn
+    in the order of the clients. Clients with small answers go several in a message, so that a
+    worker need not wait for the parent after each.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        exchange: Exchange,
+        downloads: Mapping[int, Any],
+        state: Callable[[int], Blob | None],
+        length: Callable[[int], float],
+        deadline: float,
+    ) -> None:
+        self._pool, self._exchange, self._downloads = pool, asdict(exchange), downloads
+        self._state, self._length, self._deadline = state, length, deadline
+        self._until = time.monotonic() + (deadline or math.inf)
+        self._order = list(downloads)
+        self._waiting = set(self._order)
+        self._busy: dict[_Worker, deque[int]] = {}  # the clients whose answers it owes, in order
+        self._done: dict[int, Answer] = {}
+        self._packed = _LastPacked()
+
+    def answers(self) -> Generator[tuple[int, Answer], None, None]:
+        """Each client and its answer, in order."""
+        try:
+            for turn, client in enumerate(self._order):
+                while client not in self._done:
+                    if time.monotonic() < self._until:
+                        self._hand_out(turn)
+                    heard = self._pool.heard(self._until)
+                    # what was said in time has been heard, however late that was
+                    if not heard and time.monotonic() >= self._until:
+                        self._give_up()
+                    for worker in heard:
+                        self._receive(worker)
+                yield client, self._done.pop(client)
+        finally:
+            self._packed.close()
+            self._abandon()  # the exchange was given up: their answers belong to nobody
+            for left in self._done.values():
+                for blob in left if isinstance(left, tuple) else ():
+                    if blob is not None:
+                        blob.close()
+
+    def _hand_out(self, turn: int) -> None:
+        """Give clients to the workers that have none, or few; it is the turn of client ``turn``."""
+        workers = self._pool.workers
+        fit = min(_HELD // self._pool.largest, _AHEAD) if self._pool.largest else 0
+        soon = self._order[turn : turn + max(3 * len(workers), fit)]
+        ahead = sorted((c for c in soon if c in self._waiting), key=self._length, reverse=True)
+        for worker in workers:
+            # the fewer are left, the fewer at once: all workers are to end at the same time
+            count = min(1 + len(ahead) // (4 * len(workers)), _TOGETHER)
+            if ahead and len(self._busy.get(worker, ())) <= count // 4:
+                self._ask(worker, ahead[:count])
+                del ahead[:count]
+
+    def _ask(self, worker: _Worker, clients: list[int]) -> None:
+        """Give a worker clients, in one message if all get the same download."""
+        together: list[int] = []
+        for client in clients:
+            down = self._downloads[client]
+            if together and not self._packed.holds(down):
+                self._send(worker, together)
+                together = []
+            self._packed.hold(down)
+            together.append(client)
+        self._send(worker, together)
+
+    def _send(self, worker: _Worker, clients: list[int]) -> None:
+        self._waiting.difference_update(clients)
+        self._busy.setdefault(worker, deque()).extend(clients)
+        states = [self._state(client) for client in clients]
+        worker.send(self._exchange, clients, self._packed.blob, states)
+
+    def _receive(self, worker: _Worker) -> None:
+        """Take an answer; a worker that is heard without having a client has died."""
+        owed = self._busy.get(worker, deque())
+        client = owed.popleft() if owed else None
+        answer = worker.receive(-1 if client is None else client)
+        if client is not None:
+            self._done[client] = answer
+        if isinstance(answer, tuple):
+            size = sum(blob.size for blob in answer if blob is not None)
+            self._pool.largest = max(self._pool.largest, size)
+        if isinstance(answer, Failure) and answer.kind == "lost":
+            self._waiting.update(owed)  # it had not come to them
+            owed.clear()
+            self._pool.replace(worker)
+        if not owed:
+            self._busy.pop(worker, None)
+
+    def _give_up(self) -> None:
+        """It is too late for everybody who has not answered."""
+        reason = f"no answer within {self._deadline:g} s"
+        late = [*self._waiting, *(client for owed in self._busy.values() for client in owed)]
+        self._done |= {client: Failure(client, "lost", reason) for client in late}
+        self._waiting.clear()
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Replace the workers of clients that nobody waits for any more."""
+        while self._busy:
+            self._pool.replace(self._busy.popitem()[0])
 
 
 class _LastPacked:
-    """The blob of the download packed last: most methods send the same object to everybody."""
+    """The download packed last: most methods send the same object to everybody."""
 
     def __init__(self) -> None:
         self._value: Any = None
         self._blob: Blob | None = None
 
-    def __call__(self, value: Any) -> Blob:
-        if self._blob is None or value is not self._value:
+    @property
+    def blob(self) -> Blob:
+        """What :meth:`hold` has packed."""
+        assert self._blob is not None
+        return self._blob
+
+    def holds(self, value: Any) -> bool:
+        """Whether this very object is packed already."""
+        return self._blob is not None and value is self._value
+
+    def hold(self, value: Any) -> None:
+        """Pack ``value`` in place of the one before."""
+        if not self.holds(value):
             self.close()
             self._value, self._blob = value, Blob.of(value)
-        return self._blob
 
     def close(self) -> None:
         if self._blob is not None:
@@ -196,10 +283,12 @@ class _LastPacked:
 class _Worker:
     """A forked process, as its parent sees it."""
 
-    def __init__(self, run: Run, others: list[socket.socket]) -> None:
+    def __init__(self, run: Run, sheets: Sheets, others: list[socket.socket]) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = get_context("fork").Process(
-            target=_work, args=(run, theirs, [self.socket, *others], os.getpid()), daemon=True
+            target=_work,
+            args=(run, sheets, theirs, [self.socket, *others], os.getpid()),
+            daemon=True,
         )
         with warnings.catch_warnings():
             # Python 3.12 and later warn of any fork beside threads; the module says why this one
@@ -207,13 +296,30 @@ class _Worker:
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
         theirs.close()
+        self._download: Blob | None = None  # what it was sent last
+        self._unread: list[int] = []  # its sheets that nobody can read any more
 
-    def send(self, exchange: Exchange, client: int, down: Blob, state: Blob | None) -> None:
-        """Give the worker a client to run."""
-        blobs = [down] if state is None else [down, state]
-        message = {"exchange": asdict(exchange), "client": client}
+    def send(
+        self,
+        exchange: dict[str, Any],
+        clients: list[int],
+        down: Blob,
+        states: list[Blob | None],
+    ) -> None:
+        """Give the worker clients to run, one after another."""
+        blobs = [blob for blob in states if blob is not None]
+        message = {
+            "exchange": exchange,
+            "clients": clients,
+            "stateful": [state is not None for state in states],
+            "new_download": down is not self._download,
+            "unread": self._unread,
+        }
+        if down is not self._download:
+            blobs.insert(0, down)
         with suppress(BrokenPipeError, ConnectionResetError):  # it is gone: ``receive`` tells
             _send(self.socket, message, blobs)
+            self._download, self._unread = down, []
 
     def receive(self, client: int) -> Answer:
         """What came of ``client``."""
@@ -226,7 +332,13 @@ class _Worker:
             return Failure(client, "lost", f"its worker process ended ({how})")
         if "failure" in message:
             return Failure(**message["failure"])
-        return blobs[0], blobs[1] if len(blobs) > 1 else None
+        report = blobs[0]
+        report.unread = partial(self._give_back, message["sheet"])
+        return report, blobs[1] if len(blobs) > 1 else None
+
+    def _give_back(self, sheet: int) -> None:
+        """Let the worker know, with its next clients."""
+        self._unread.append(sheet)
 
     def end(self) -> None:
         """Close the connection, upon which the process ends; kill it if it is busy."""
@@ -238,33 +350,51 @@ class _Worker:
         self.process.close()
 
 
-def _work(run: Run, server: socket.socket, inherited: list[socket.socket], parent: int) -> None:
+def _work(
+    run: Run, sheets: Sheets, server: socket.socket, inherited: list[socket.socket], parent: int
+) -> None:
     """A worker's life: until the connection closes or the parent dies."""
     torch.set_num_threads(1)  # before anything else: the module says why
     for other in inherited:
         other.close()  # or the others would not notice when the parent closes theirs
     close_inherited()
+    sheets.forget()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive the parent
     if os.getppid() != parent:
         return
     keep_freed_memory()
+    packed = Blob(0)
+    download: Callable[[], Any] = partial(_unpacked, packed)  # comes with the first message
     while True:
         try:
             task, blobs = _receive(server)
         except OSError:
             return
-        state = blobs[1] if len(blobs) > 1 else None
-        down, exchange = partial(_unpacked, blobs[0]), Exchange(**task["exchange"])
-        answer = run(down, exchange, task["client"], state)
-        if isinstance(answer, Failure):
-            _send(server, {"failure": asdict(answer)}, [])
-        else:
-            kept = [blob for blob in answer if blob is not None]
-            _send(server, {}, kept)
-            blobs += kept
-        for blob in blobs:
-            blob.close()
+        sheets.back(task["unread"])
+        if task["new_download"]:
+            packed.close()
+            packed = blobs.pop(0)
+            download = cache(partial(_unpacked, packed))  # once for all clients that get it
+        exchange = Exchange(**task["exchange"])
+        for client, stateful in zip(task["clients"], task["stateful"], strict=True):
+            state = blobs.pop(0) if stateful else None
+            _answer(server, run(download, exchange, client, state))
+            if state is not None:
+                state.close()
+
+
+def _answer(server: socket.socket, answer: Answer) -> None:
+    """Send what came of a client."""
+    if isinstance(answer, Failure):
+        _send(server, {"failure": asdict(answer)}, [])
+        return
+    report, state = answer
+    blobs = [report] if state is None else [report, state]
+    _send(server, {"sheet": report.sheet}, blobs)
+    report.unread = None  # the parent says when
+    for blob in blobs:
+        blob.close()
 
 
 def _unpacked(blob: Blob) -> Any:
@@ -284,7 +414,10 @@ def _send(to: socket.socket, message: dict[str, Any], blobs: list[Blob]) -> None
 
 def _receive(source: socket.socket) -> tuple[dict[str, Any], list[Blob]]:
     """What :func:`_send` sent; an ``OSError`` if the other side is gone."""
-    data, fds, _, _ = socket.recv_fds(source, _MESSAGE, 2)
+    try:
+        data, fds, _, _ = socket.recv_fds(source, _MESSAGE, 1 + _TOGETHER)
+    except ConnectionResetError:  # told first, although there may be messages from before
+        data, fds, _, _ = socket.recv_fds(source, _MESSAGE, 1 + _TOGETHER)
     if not data:
         raise ConnectionResetError
     message = json.loads(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from furlong.errors import FurlongError, nearest
 from furlong.evaluation.features import check_split, device_of, features
 from furlong.evaluation.metrics import grade, top1
 from furlong.evaluation.protocol import Encoded, Images, Progress, Protocol, few, silent
+from furlong.nn.optimisers import SGD, Adam, Fused
 from furlong.seeding import with_seed
 from furlong.settings import setting
 
@@ -32,11 +33,11 @@ class Training:
     steps: tuple[float, ...] = ()  # shares of the epochs after which the rate drops
     drop: float = 0.1  # to so much of what it was
 
-    def torch_optimiser(self, parameters: Any) -> torch.optim.Optimizer:
-        """For tensors, or for groups that may have rates of their own."""
+    def new_optimiser(self, groups: Iterable[dict[str, Any]]) -> Fused:
+        """For groups of tensors, which may have rates of their own."""
         if self.optimiser == "adam":
-            return torch.optim.Adam(parameters, self.lr, fused=True)
-        return torch.optim.SGD(parameters, self.lr, self.momentum, fused=True)
+            return Adam(groups, self.lr)
+        return SGD(groups, self.lr, self.momentum)
 
     def decay(self, epoch: int) -> float:
         """By what learning rates are multiplied in ``epoch`` = 0, 1, …"""
@@ -156,7 +157,7 @@ def _train(
     generator = torch.Generator().manual_seed(seed)
     weight = 0.01 * torch.randn(shape, generator=generator)
     bias = torch.zeros(shape[0], 1)
-    optimiser = plan.torch_optimiser([weight, bias])
+    optimiser = plan.new_optimiser([{"params": [weight, bias]}])
     order = torch.arange(len(y))
     for epoch in range(plan.epochs):
         optimiser.param_groups[0]["lr"] = plan.lr * plan.decay(epoch)

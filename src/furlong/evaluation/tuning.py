@@ -167,7 +167,7 @@ def _train(
     rates = (plan.lr, plan.head_lr)
     parts = [list(encoder.parameters()) if plan.finetune == "full" else [], head.parameters()]
     groups = [{"params": part, "lr": lr} for part, lr in zip(parts, rates, strict=True)]
-    optimiser = plan.torch_optimiser(groups)
+    optimiser = plan.new_optimiser(groups)
     for epoch in range(plan.epochs):
         head.train()
         encoder.train(plan.moving is None or epoch < plan.moving)
