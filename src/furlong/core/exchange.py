@@ -67,10 +67,10 @@ class Engine(Protocol):
         """
 
     def states(self) -> Iterable[tuple[int, Any]]:
-        """(client, packed state) of every client that has one, for a checkpoint."""
+        """(client, packed state or the file of it) of all that have one, for a checkpoint."""
 
-    def restore(self, states: Mapping[int, Any]) -> None:
-        """Take the clients' states from a checkpoint."""
+    def restore(self, states: Mapping[int, Path]) -> None:
+        """Take the clients' states from the files of a checkpoint."""
 
     def finish(self, encoder: Any) -> None:
         """The run is over: ``encoder`` is what was learnt, packed, for whoever took part."""
