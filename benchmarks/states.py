@@ -8,8 +8,8 @@ all) have a state already, each in a file of its own. The cohort stays the same,
 seconds of a checkpoint should, too. ``all_seconds`` and ``all_bytes`` are those of a checkpoint
 that writes every state anew, as earlier versions did: both are written after every round, in turn
 (and left out where all states together exceed ``--most-gb``). Memory is the largest sum, over this
-process and its workers, of resident memory and of anonymous memory behind descriptors; what two of
-them share is counted twice, so it is an upper bound.
+process and its workers, of resident memory (proportional: what several share is counted once) and
+of anonymous memory behind descriptors, part of which is resident, too: it is an upper bound.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 from measuring import parse, parser, show
 
+from furlong.core.payload import unpack
 from furlong.engines.inprocess import InProcess
 from furlong.engines.states import StateFolder
 from furlong.runs import checkpoint
@@ -33,7 +34,6 @@ from furlong.runs.config import from_tree
 from furlong.runs.prepare import Prepared, prepare
 
 IMAGES = 10  # of each client
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def setup(encoder: str, clients: int, cohort: int, workers: int) -> Prepared:
@@ -47,6 +47,7 @@ def setup(encoder: str, clients: int, cohort: int, workers: int) -> Prepared:
         "clients": clients,
         "fraction": min(1.0, cohort / clients),
         "rounds": 1000,
+        "epochs": 1,
         "batch_size": IMAGES,
         "workers": workers,
     }
@@ -61,13 +62,14 @@ class Peak(threading.Thread):
         self.pids, self.most, self.over = pids, 0, threading.Event()
 
     def run(self) -> None:
-        while not self.over.wait(0.01):
+        while not self.over.wait(0.05):
             self.most = max(self.most, sum(held(pid) for pid in self.pids))
 
 
 def held(pid: int) -> int:
     """Resident bytes of a process, and those of anonymous memory of which it has descriptors."""
-    total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+    rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    total = sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:"))
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if "memfd:" in str(fd.readlink()):
@@ -145,11 +147,12 @@ def measured(p: Prepared, folder: Path, holding: int, rounds: int, most: float) 
 
 def fill(store: StateFolder, clients: list[int]) -> int:
     """Give all ``clients`` the state that one has; its bytes."""
-    packed = next(path.read_bytes() for _, path in store.items())
+    one = next(path for _, path in store.items())
+    state = unpack(bytearray(one.read_bytes()))
     for client in clients:
         if store.blob(client) is None:
-            store.put(client, packed)
-    return len(packed)
+            store.put(client, state)
+    return one.stat().st_size
 
 
 def main() -> None:

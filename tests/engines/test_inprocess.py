@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -120,20 +121,21 @@ def test_closing_leaves_no_process_and_no_descriptor(prepared: Any) -> None:
 
 
 def test_states_are_files_and_only_saved_ones_outlive_their_successors(tmp_path: Path) -> None:
-    packed = [bytes(pack({"t": torch.full((1000,), float(k))})) for k in range(4)]
+    states = [{"t": torch.full((1000,), float(k))} for k in range(4)]
+    packed = [bytes(pack(state)) for state in states]
 
     def there() -> list[str]:
         return sorted(path.name for path in tmp_path.iterdir())
 
     store = StateFolder(tmp_path)
     for client in (7, 3, 7):
-        store.put(client, packed[client % 4])
+        store.put(client, states[client % 4])
     assert store.get(0) is None
     assert there() == ["00003-000002.safetensors", "00007-000003.safetensors"]
     saved = dict(store.items())
     assert list(saved) == [3, 7]
-    store.put(3, packed[0])
-    store.put(3, packed[1])
+    store.put(3, states[0])
+    store.put(3, states[1])
     assert bytes(store.get(3) or b"") == packed[1]
     assert saved[3].read_bytes() == packed[3]  # a checkpoint has it
     assert there() == sorted([*(p.name for p in saved.values()), "00003-000005.safetensors"])
@@ -141,17 +143,35 @@ def test_states_are_files_and_only_saved_ones_outlive_their_successors(tmp_path:
     assert there() == [p.name for p in saved.values()]
     again = StateFolder(tmp_path)
     again.restore(saved)
-    again.put(3, packed[2])
+    again.put(3, states[2])
     assert there()[1] == "00003-000004.safetensors"  # no name is used twice
     assert bytes(again.get(7) or b"") == packed[3]
 
 
 def test_a_store_without_a_folder_leaves_none() -> None:
     store = StateFolder()
-    store.put(0, b"state")
+    store.put(0, 7)
     assert store.folder.is_dir()
     store.close()
     assert not store.folder.exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_room_for_a_state_stops_the_run(
+    prepared: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going on without that client would silently give another result."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    p = prepared("fedu")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with (
+        InProcess(p.method, p.federation, p.setup, workers) as transport,
+        pytest.raises(FurlongError, match=r"client 0 could not train, .*no space left.*resume"),
+    ):
+        p.server.step(transport, p.server.init(), p.server.exchanges()[0])
 
 
 def test_cohorts() -> None:
@@ -459,7 +479,7 @@ def test_a_new_worker_holds_no_states(prepared: Any) -> None:
     with InProcess(method, p.federation, p.setup, 2, InMemory(), deadline=0.5) as transport:
         states = set()
         for client in (0, 2):
-            transport.store.put(client, pack({"t": torch.zeros(1000)}))
+            transport.store.keep(client, transport.store.draft(client, {"t": torch.zeros(1000)}))
             blob = transport.store.blob(client)
             assert blob is not None
             states.add(os.stat(f"/proc/self/fd/{blob.fd}").st_ino)

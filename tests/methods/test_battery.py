@@ -251,7 +251,7 @@ def test_resume_from_any_exchange(prepared: Any, finished: Any, name: str) -> No
         clients = [(c, path.read_bytes()) for c, path in transport.states()]
     with InProcess(p.method, p.federation, p.setup, workers=2) as transport:
         for client, packed in clients:
-            transport.store.put(client, packed)
+            transport.store.put(client, unpack(packed))
         *_, last = p.server.run(transport, server, first=1)
         after = {c: path.read_bytes() for c, path in transport.states()}
     assert bytes(pack(last.server)) == whole

@@ -109,7 +109,7 @@ def test_only_new_states_are_read_and_synced(
     def save(done: int, *clients: int) -> list[str]:
         read.clear()
         for client in clients:
-            store.put(client, f"state {done}".encode())
+            store.put(client, f"state {done}")
         checkpoint.save(tmp_path, done, server(done), store.items(), {})
         return sorted(read)
 
@@ -121,7 +121,7 @@ def test_only_new_states_are_read_and_synced(
     assert "00000-000001" in kept_states(tmp_path)  # of checkpoint 3
     found = checkpoint.load(tmp_path)
     assert found is not None
-    texts = {client: path.read_text() for client, path in found.clients.items()}
+    texts = {client: unpack(path.read_bytes()) for client, path in found.clients.items()}
     assert texts == {0: "state 4", 1: "state 2", 2: "state 1", 3: "state 1"}
 
 
@@ -130,9 +130,9 @@ def test_a_damaged_state_is_noticed(tmp_path: Path, how: str) -> None:
     """It damages all checkpoints that refer to it, and no other."""
     store = StateFolder(tmp_path / checkpoint.STATES)
     for done in (1, 2):
-        store.put(0, f"state {done}".encode())
+        store.put(0, f"state {done}")
         if done == 1:
-            store.put(1, b"the same")
+            store.put(1, "the same")
         checkpoint.save(tmp_path, done, server(done), store.items(), {})
 
     def damage(client: int) -> checkpoint.Checkpoint | None:
@@ -156,7 +156,7 @@ def test_states_stay_while_a_manifest_cannot_be_read(
 ) -> None:
     """For want of descriptors, say; those of a manifest that says nonsense may go."""
     store = StateFolder(tmp_path / checkpoint.STATES)
-    store.put(0, b"state")
+    store.put(0, "state")
     checkpoint.save(tmp_path, 1, server(1), store.items(), {})
 
     def scarce(_: Path) -> bytes:

@@ -35,14 +35,6 @@ class Blob:
         pack(value, blob._allocate)
         return blob
 
-    @classmethod
-    def of_bytes(cls, packed: Any) -> Blob:
-        """Copy packed bytes into anonymous memory."""
-        blob = cls(0)
-        with blob._allocate(len(memoryview(packed))) as memory:
-            memory[:] = packed
-        return blob
-
     def _allocate(self, size: int) -> mmap.mmap:
         if hasattr(os, "memfd_create"):
             self.fd = os.memfd_create("furlong", os.MFD_CLOEXEC)

@@ -161,5 +161,5 @@ class _OneState:
     def get(self, client: int) -> Any | None:  # noqa: ARG002
         return self._packed
 
-    def put(self, client: int, packed: Any) -> None:  # noqa: ARG002
-        self.new = self._draft(packed)
+    def put(self, client: int, state: Any) -> None:  # noqa: ARG002
+        self.new = self._draft(state)

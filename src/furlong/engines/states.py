@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import shutil
 import tempfile
 import weakref
@@ -9,8 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from furlong.core.payload import pack
 from furlong.engines.blobs import Blob
 from furlong.files import link
 
@@ -26,21 +29,17 @@ class States(ABC):
     def keep(self, client: int, blob: Blob) -> None:
         """Make what :meth:`draft` gave the client's state."""
 
-    def draft(self, client: int, packed: Any) -> Blob:  # noqa: ARG002
-        """A new state, made where the client trains: in a process that may be forked from this one.
+    def draft(self, client: int, state: Any) -> Blob:  # noqa: ARG002
+        """Pack a new state, where the client trains: perhaps in a process forked from this one.
 
         It counts once it is kept.
         """
-        return Blob.of_bytes(packed)
+        return Blob.of(state)
 
     def get(self, client: int) -> Any | None:
         """The packed state (private memory), or ``None``."""
         blob = self.blob(client)
         return None if blob is None else blob.map()
-
-    def put(self, client: int, packed: Any) -> None:
-        """Keep packed bytes."""
-        self.keep(client, self.draft(client, packed))
 
     def items(self) -> Iterable[tuple[int, Path]]:
         """For a checkpoint: the file of every client whose state has to be in it."""
@@ -79,12 +78,13 @@ class StateFolder(States):
         path = self._now.get(client)
         return None if path is None else Blob(path.stat().st_size, path=path)
 
-    def draft(self, client: int, packed: Any) -> Blob:
-        """The new state in a file; of a client that is given up it is written over next time."""
+    def draft(self, client: int, state: Any) -> Blob:
+        """Pack the new state into a file; that of a client which is given up is used again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._draft(client)
-        # not by writing to mapped memory: on a full disk that kills the process
-        return Blob(path.write_bytes(packed), path=path)
+        with path.open("w+b") as file:
+            pack(state, partial(_room, file))
+        return Blob(path.stat().st_size, path=path)
 
     def keep(self, client: int, blob: Blob) -> None:
         """Give the file its name, and remove the one before, unless a checkpoint has it."""
@@ -98,6 +98,10 @@ class StateFolder(States):
         if before in self._unsaved:
             self._unsaved.remove(before)
             before.unlink()
+
+    def put(self, client: int, state: Any) -> None:
+        """Pack and keep a state."""
+        self.keep(client, self.draft(client, state))
 
     def items(self) -> Iterator[tuple[int, Path]]:
         """(client, file) of every client that has a state; the files are the checkpoint's now."""
@@ -126,3 +130,13 @@ class StateFolder(States):
         self._now.clear()
         if self._temporary is not None:
             self._temporary()
+
+
+def _room(file: IO[bytes], size: int) -> mmap.mmap:
+    """A new file's memory, of which the disk has every block: else a full one kills the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:  # macOS
+        file.write(bytes(size))
+        file.flush()
+    return mmap.mmap(file.fileno(), size)
