@@ -7,9 +7,10 @@ Rounds of FedU with a checkpoint after each. Before the first, ``--held`` of the
 all) have a state already, each in a file of its own. The cohort stays the same, so that bytes and
 seconds of a checkpoint should, too. ``all_seconds`` and ``all_bytes`` are those of a checkpoint
 that writes every state anew, as earlier versions did: both are written after every round, in turn
-(and left out where all states together exceed ``--most-gb``). Memory is the largest sum, over this
-process and its workers, of resident memory (proportional: what several share is counted once) and
-of anonymous memory behind descriptors, part of which is resident, too: it is an upper bound.
+(and left out where all states together exceed ``--most-gb``). ``own_mb`` is the most memory that
+this process and its workers held for themselves, messages between them included; ``resident_mb``
+the most with the pages of files that they had mapped, which the system takes back when it likes.
+What several processes share is counted once.
 """
 
 from __future__ import annotations
@@ -59,24 +60,31 @@ class Peak(threading.Thread):
 
     def __init__(self, pids: list[int]) -> None:
         super().__init__(daemon=True)
-        self.pids, self.most, self.over = pids, 0, threading.Event()
+        self.pids, self.own, self.resident = pids, 0, 0
+        self.over = threading.Event()
 
     def run(self) -> None:
         while not self.over.wait(0.05):
-            self.most = max(self.most, sum(held(pid) for pid in self.pids))
+            own, files = held(self.pids)
+            self.own, self.resident = max(self.own, own), max(self.resident, own + files)
 
 
-def held(pid: int) -> int:
-    """Resident bytes of a process, and those of anonymous memory of which it has descriptors."""
-    rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    total = sum(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss:"))
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if "memfd:" in str(fd.readlink()):
-                total += fd.stat().st_blocks * 512
-        except OSError:  # closed since
-            continue
-    return total
+def held(pids: list[int]) -> tuple[int, int]:
+    """Bytes of memory that are the processes' own, and of pages of files that they have mapped."""
+    found = {"Pss_Anon:": 0, "Pss_File:": 0, "Pss_Shmem:": 0}
+    messages: dict[int, int] = {}  # anonymous memory behind descriptors, mapped or not
+    for pid in pids:
+        for row in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if row.split()[0] in found:
+                found[row.split()[0]] += int(row.split()[1]) * 1024
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                if "memfd:" in str(fd.readlink()):
+                    messages[fd.stat().st_ino] = fd.stat().st_blocks * 512
+            except OSError:  # closed since
+                continue
+    shared = max(found["Pss_Shmem:"], sum(messages.values()))
+    return found["Pss_Anon:"] + shared, found["Pss_File:"]
 
 
 def written(folder: Path, before: set[int]) -> int:
@@ -141,7 +149,8 @@ def measured(p: Prepared, folder: Path, holding: int, rounds: int, most: float) 
         "states_gb": round(kept / 1e9, 3),
         "round_seconds": round(statistics.median(spent), 3),
         **{k: round(v, 4) if "seconds" in k else int(v) for k, v in found.items()},
-        "peak_mb": round(peak.most / 1e6),
+        "own_mb": round(peak.own / 1e6),
+        "resident_mb": round(peak.resident / 1e6),
     }
 
 
