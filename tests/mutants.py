@@ -1352,8 +1352,8 @@ MUTANTS = [
     Mutant(
         "checkpoint-newest",
         "runs/checkpoint.py",
-        "reversed(_kept(run))",
-        "_kept(run)",
+        "reversed(_kept(run)):\n        if most",
+        "_kept(run):\n        if most",
         CHECKPOINT,
         "a run goes back to the oldest checkpoint",
     ),

@@ -120,7 +120,9 @@ def test_closing_leaves_no_process_and_no_descriptor(prepared: Any) -> None:
             os.kill(pid, 0)
 
 
-def test_states_are_files_and_only_saved_ones_outlive_their_successors(tmp_path: Path) -> None:
+def test_states_are_files_and_only_saved_ones_outlive_their_successors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = [{"t": torch.full((1000,), float(k))} for k in range(4)]
     packed = [bytes(pack(state)) for state in states]
 
@@ -141,8 +143,9 @@ def test_states_are_files_and_only_saved_ones_outlive_their_successors(tmp_path:
     assert there() == sorted([*(p.name for p in saved.values()), "00003-000005.safetensors"])
     store.close()
     assert there() == [p.name for p in saved.values()]
+    monkeypatch.chdir(tmp_path)
     again = StateFolder(tmp_path)
-    again.restore(saved)
+    again.restore({client: Path(path.name) for client, path in saved.items()})  # the same files
     again.put(3, states[2])
     assert there()[1] == "00003-000004.safetensors"  # no name is used twice
     assert bytes(again.get(7) or b"") == packed[3]

@@ -115,7 +115,7 @@ class StateFolder(States):
         """
         for client, path in states.items():
             here = self.folder / path.name
-            if self._temporary is None and path != here:
+            if self._temporary is None and not (here.exists() and here.samefile(path)):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 here.unlink(missing_ok=True)
                 link(path, here)
