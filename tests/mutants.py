@@ -76,6 +76,7 @@ PAYLOAD = "tests/core/test_payload.py"
 CHECKPOINT = (
     "tests/runs/test_checkpoint.py -k 'not kill_9 and not more_to_keep and not every_round'"
 )
+STATES = "tests/engines/test_inprocess.py -k 'states_are_files'"
 PARTITION = "tests/data/test_partition.py"
 AUGMENT = "tests/data/test_augment.py"
 FROZEN = "tests/evaluation/test_frozen.py"
@@ -1376,7 +1377,7 @@ MUTANTS = [
     Mutant(
         "checkpoint-sha",
         "runs/checkpoint.py",
-        'hashlib.sha256(data).hexdigest() != known["sha256"]',
+        '_sha256(path) != entry["sha256"]',
         "False",
         CHECKPOINT,
         "a damaged file is read",
@@ -1392,8 +1393,8 @@ MUTANTS = [
     Mutant(
         "checkpoint-newest",
         "runs/checkpoint.py",
-        "reversed(_kept(run))",
-        "_kept(run)",
+        "reversed(_kept(run)):\n        if most",
+        "_kept(run):\n        if most",
         CHECKPOINT,
         "a run goes back to the oldest checkpoint",
     ),
@@ -1404,6 +1405,38 @@ MUTANTS = [
         "KEEP = 1",
         CHECKPOINT,
         "there is no checkpoint to go back to",
+    ),
+    Mutant(
+        "checkpoint-needed",
+        "runs/checkpoint.py",
+        "for path in _kept(run)))",
+        "for path in _kept(run)[-1:]))",
+        CHECKPOINT,
+        "states of the checkpoint before are removed",
+    ),
+    Mutant(
+        "checkpoint-new",
+        "runs/checkpoint.py",
+        "if path.name not in known]",
+        "]",
+        CHECKPOINT,
+        "every state is read at every checkpoint",
+    ),
+    Mutant(
+        "states-saved",
+        "engines/states.py",
+        "if before in self._unsaved:",
+        "if before:",
+        STATES,
+        "a state that a checkpoint needs is removed",
+    ),
+    Mutant(
+        "states-names",
+        "engines/states.py",
+        "self._last = max((int(name) for name in names if name.isdecimal()), default=0)",
+        "self._last = len(list(names)) * 0",
+        STATES,
+        "a resumed run writes over states of a checkpoint",
     ),
     # ------------------------------------------------------------ data
     Mutant(

@@ -10,7 +10,7 @@ import torch
 from furlong.core.context import ClientContext, Networks
 from furlong.core.exchange import run_client
 from furlong.core.payload import pack
-from furlong.engines.inprocess import BlobStore
+from furlong.engines.states import StateFolder
 from furlong.seeding import made_with_one_thread, seeded, shuffled, threads, with_seed
 
 
@@ -58,7 +58,7 @@ def test_clients_and_rounds_draw_other_numbers(prepared: Any) -> None:
 
     def trained(client: int, exchange: Any) -> bytes:
         ctx = ClientContext(p.setup, exchange, Networks(), client=client, data=shard)
-        report = run_client(p.method, p.server.init(), ctx, BlobStore(1 << 30))
+        report = run_client(p.method, p.server.init(), ctx, StateFolder())
         return bytes(pack(replace(report, client=0, exchange=0).upload))
 
     assert trained(0, first) == trained(0, first)

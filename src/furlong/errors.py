@@ -35,6 +35,7 @@ _TOO_LARGE = (
     "size calculation overflowed",
     "could not create a primitive",  # oneDNN, which cannot say more
     "std::bad_alloc",
+    "can't start new thread",
 )
 
 

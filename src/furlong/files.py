@@ -73,6 +73,14 @@ def write_atomically(path: Path, data: Any) -> None:
         draft.write_bytes(data)
 
 
+def link(path: Path, other: Path) -> None:
+    """Give a file a second name, or copy it where names cannot be added."""
+    try:
+        os.link(path, other)
+    except OSError:
+        shutil.copyfile(path, other)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Refuse a second process in ``folder``; the lock ends with this one, however it ends."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +19,10 @@ from furlong.core.context import ClientContext, Exchange
 from furlong.core.exchange import Server, draw_cohort
 from furlong.core.method import Local
 from furlong.core.payload import pack, unpack
-from furlong.engines.blobs import Blob, BlobStore, Sheets, States
+from furlong.engines.blobs import Blob, Sheets
 from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import Pool
+from furlong.engines.states import StateFolder, States
 from furlong.errors import FurlongError
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.seeding import seed_of
@@ -121,29 +122,61 @@ def test_closing_leaves_no_process_and_no_descriptor(prepared: Any) -> None:
             os.kill(pid, 0)
 
 
-def test_states_beyond_the_budget_go_to_disk(tmp_path: Any) -> None:
-    packed = {k: bytes(pack({"t": torch.full((1000,), float(k))})) for k in range(5)}
-    store = BlobStore(budget=2 * len(packed[0]), folder=tmp_path)
-    for k, data in packed.items():
-        store.put(k, data)
-    on_disk = list(tmp_path.rglob("*.safetensors"))
-    assert len(on_disk) == 3
-    assert {c: bytes(v) for c, v in store.items()} == packed
-    store.put(0, packed[1])
-    assert bytes(store.get(0)) == packed[1]
+def test_states_are_files_and_only_saved_ones_outlive_their_successors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [{"t": torch.full((1000,), float(k))} for k in range(4)]
+    packed = [bytes(pack(state)) for state in states]
+
+    def there() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    store = StateFolder(tmp_path)
+    for client in (7, 3, 7):
+        store.put(client, states[client % 4])
+    assert store.get(0) is None
+    assert there() == ["00003-000002.safetensors", "00007-000003.safetensors"]
+    saved = dict(store.items())
+    assert list(saved) == [3, 7]
+    store.put(3, states[0])
+    store.put(3, states[1])
+    assert bytes(store.get(3) or b"") == packed[1]
+    assert saved[3].read_bytes() == packed[3]  # a checkpoint has it
+    assert there() == sorted([*(p.name for p in saved.values()), "00003-000005.safetensors"])
     store.close()
-    assert not list(tmp_path.rglob("*.safetensors"))
+    assert there() == [p.name for p in saved.values()]
+    monkeypatch.chdir(tmp_path)
+    again = StateFolder(tmp_path)
+    again.restore({client: Path(path.name) for client, path in saved.items()})  # the same files
+    again.put(3, states[2])
+    assert there()[1] == "00003-000004.safetensors"  # no name is used twice
+    assert bytes(again.get(7) or b"") == packed[3]
 
 
-def test_a_tiny_budget_changes_nothing(prepared: Any) -> None:
+def test_a_store_without_a_folder_leaves_none() -> None:
+    store = StateFolder()
+    store.put(0, 7)
+    assert store.folder.is_dir()
+    store.close()
+    assert not store.folder.exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_room_for_a_state_stops_the_run(
+    prepared: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going on without that client would silently give another result."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     p = prepared("fedu")
-
-    def finish(budget: int) -> bytes:
-        with InProcess(p.method, p.federation, p.setup, 2, BlobStore(budget)) as transport:
-            *_, last = p.server.run(transport, p.server.init())
-            return bytes(pack(last.server))
-
-    assert finish(0) == finish(1 << 30)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with (
+        InProcess(p.method, p.federation, p.setup, workers) as transport,
+        pytest.raises(FurlongError, match=r"client 0 could not train, .*no space left.*resume"),
+    ):
+        p.server.step(transport, p.server.init(), p.server.exchanges()[0])
 
 
 def test_cohorts() -> None:
@@ -201,16 +234,6 @@ def test_an_idle_worker_that_dies_is_replaced(prepared: Any) -> None:
         assert not result.failures
         again = p.server.step(transport, result.server, p.server.exchanges()[1])
     assert not again.failures
-
-
-def test_many_states_do_not_exhaust_descriptors() -> None:
-    store = BlobStore(budget=1 << 30)
-    store.most = 10
-    for k in range(40):
-        store.put(k, bytes(pack({"t": torch.tensor(k)})))
-    assert sum(blob.fd is not None for blob in store._blobs.values()) <= 10
-    assert len(list(store.items())) == 40
-    store.close()
 
 
 @dataclass(frozen=True)
@@ -308,7 +331,7 @@ def test_a_process_of_its_own_gives_the_same_bits(
             assert len(pids(transport)) == bool(how)
             *_, last = p.server.run(transport, p.server.init())
             assert not last.failures
-            kept = {c: bytes(state) for c, state in transport.store.items()}
+            kept = {c: path.read_bytes() for c, path in transport.states()}
         return bytes(pack(last.server)), kept
 
     assert finish(**how) == finish()
@@ -383,50 +406,34 @@ def test_what_cannot_be_kept_is_refused(prepared: Any, monkeypatch: pytest.Monke
             next(iter(transport.exchange(p.server.exchanges()[0], {0: p.server.init()})))
 
 
-class OnDisk:
-    """The least that the engine needs of a store; a site's is like it."""
+class InMemory(States):
+    """The least that the engine needs of a store."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def _path(self, client: int) -> Path:
-        return self._folder / str(client)
+    def __init__(self) -> None:
+        self.kept: dict[int, Blob] = {}
 
     def blob(self, client: int) -> Blob | None:
-        path = self._path(client)
-        return Blob(path.stat().st_size, path=path) if path.exists() else None
-
-    def get(self, client: int) -> Any | None:
-        path = self._path(client)
-        return path.read_bytes() if path.exists() else None
-
-    def put(self, client: int, packed: Any) -> None:
-        self._path(client).write_bytes(packed)
+        return self.kept.get(client)
 
     def keep(self, client: int, blob: Blob) -> None:
-        blob.spill(self._path(client))
-
-    def items(self) -> Iterator[tuple[int, Any]]:
-        for path in sorted(self._folder.iterdir()):
-            yield int(path.name), path.read_bytes()
-
-    def close(self) -> None:
-        pass
+        if old := self.kept.pop(client, None):
+            old.close()
+        self.kept[client] = blob
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_any_store_will_do(prepared: Any, tmp_path: Path, isolate: bool) -> None:
+def test_any_store_will_do(prepared: Any, isolate: bool) -> None:
     p = prepared("fedu")
 
-    def finish(store: States, **how: Any) -> tuple[bytes, dict[int, bytes]]:
+    def finish(store: States, **how: Any) -> tuple[bytes, list[bytes]]:
         with InProcess(p.method, p.federation, p.setup, store=store, **how) as transport:
             *_, last = p.server.run(transport, p.server.init())
-            kept = {c: bytes(state) for c, state in transport.store.items()}
+            kept = [bytes(store.get(client) or b"") for client in p.federation.clients]
         return bytes(pack(last.server)), kept
 
-    usual = finish(BlobStore(1 << 30))
-    assert finish(OnDisk(tmp_path), isolate=isolate) == usual
-    assert sorted(usual[1]) == [0, 1, 2]
+    usual = finish(StateFolder())
+    assert finish(InMemory(), isolate=isolate) == usual
+    assert all(usual[1])
 
 
 @pytest.mark.parametrize(("fewest", "stops"), [(0, False), (2, False), (3, True), (99, True)])
@@ -474,10 +481,10 @@ def test_a_new_worker_holds_no_states(prepared: Any) -> None:
     """They would stay in memory after the parent has replaced them."""
     p = prepared("fedsimclr")
     method = faulty(p, how="hang")
-    with InProcess(method, p.federation, p.setup, 2, deadline=0.5) as transport:
+    with InProcess(method, p.federation, p.setup, 2, InMemory(), deadline=0.5) as transport:
         states = set()
         for client in (0, 2):
-            transport.store.put(client, pack({"t": torch.zeros(1000)}))
+            transport.store.keep(client, transport.store.draft(client, {"t": torch.zeros(1000)}))
             blob = transport.store.blob(client)
             assert blob is not None
             states.add(os.stat(f"/proc/self/fd/{blob.fd}").st_ino)

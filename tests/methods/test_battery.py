@@ -18,8 +18,8 @@ from furlong.core.guard import Expected
 from furlong.core.method import Local
 from furlong.core.payload import flatten, pack, pack_tensors, traffic, unpack
 from furlong.core.weights import snapshot
-from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
+from furlong.engines.states import StateFolder
 from furlong.methods import METHODS
 from furlong.methods.wrappers.alone import Alone
 from furlong.nn.encoders import build_encoder
@@ -50,7 +50,7 @@ def finish(
             logged = {name for metrics in result.metrics.values() for name in metrics}
             assert {*logged, *result.own} <= {*EVERY_RUN, *p.method.explains}
             state = result.server
-        clients = {c: bytes(packed) for c, packed in transport.store.items()}
+        clients = {c: path.read_bytes() for c, path in transport.states()}
     return bytes(pack(state)), clients
 
 
@@ -105,7 +105,7 @@ def test_inputs_are_not_mutated(prepared: Any, name: str) -> None:
     down = p.method.download(server, 0, ctx)
     before = pack(server), pack(down)
     pixels = p.federation.images.pixels.clone()
-    store = BlobStore(1 << 30)
+    store = StateFolder()
     reports = []
     for client in p.federation.clients:
         local = ClientContext(p.setup, exchange, Networks(), client=client, data=shard(p, client))
@@ -150,7 +150,7 @@ def test_uploads_look_as_expected(prepared: Any, name: str) -> None:
     exchange = p.server.exchanges()[0]
     ctx = p.server.context(exchange)
     local = ClientContext(p.setup, exchange, Networks(), client=0, data=shard(p, 0))
-    report = run_client(p.method, p.method.download(server, 0, ctx), local, BlobStore(1 << 30))
+    report = run_client(p.method, p.method.download(server, 0, ctx), local, StateFolder())
     expected = p.method.expected(server, 0, ctx)
     assert p.server.guard.check(report, Expected(expected), exchange, 0) is None
     assert traffic(report.upload) == traffic(expected)
@@ -195,7 +195,7 @@ def test_one_client_is_sequential_local_training(prepared: Any, name: str) -> No
     p.server = replace(p.server, setup=replace(everybody, sizes=only.sizes))
     federated, _ = finish(p, federation=only)
     state = p.server.init()
-    store = BlobStore(1 << 30)
+    store = StateFolder()
     for exchange in p.server.exchanges():
         ctx = p.server.context(exchange)
         reports = []
@@ -249,12 +249,12 @@ def test_resume_from_any_exchange(prepared: Any, finished: Any, name: str) -> No
     with InProcess(p.method, p.federation, p.setup) as transport:
         start = p.server.step(transport, p.server.init(), first)
         server = unpack(pack(start.server))
-        clients = [(c, bytes(packed)) for c, packed in transport.store.items()]
+        clients = [(c, path.read_bytes()) for c, path in transport.states()]
     with InProcess(p.method, p.federation, p.setup, workers=2) as transport:
         for client, packed in clients:
-            transport.store.put(client, packed)
+            transport.store.put(client, unpack(packed))
         *_, last = p.server.run(transport, server, first=1)
-        after = {c: bytes(packed) for c, packed in transport.store.items()}
+        after = {c: path.read_bytes() for c, path in transport.states()}
     assert bytes(pack(last.server)) == whole
     assert after == whole_clients
 

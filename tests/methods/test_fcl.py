@@ -20,8 +20,8 @@ from furlong.core.exchange import Server, run_client
 from furlong.core.method import Report
 from furlong.core.payload import flatten, pack, traffic, unpack
 from furlong.core.weights import snapshot
-from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
+from furlong.engines.states import StateFolder
 from furlong.errors import FurlongError
 from furlong.methods import fcl, instahide
 from furlong.methods.bank import blank_bank, enqueue, fill, new_bank, purities, shares
@@ -690,7 +690,7 @@ def test_cross_needs_public_images_and_keeps_them(crossed: Prepared) -> None:
 
 def test_local_statistics_and_local_encoder(prepared: Any) -> None:
     p = prepared("fcl", **{"method.bn_stats": "local"})
-    store = BlobStore(1 << 30)
+    store = StateFolder()
     server = p.server.init()
     down = p.method.download(server, 0, at(p, 0))
     answer = run_client(p.method, down, local_context(p), store)

@@ -17,8 +17,8 @@ from furlong.core.exchange import Server, run_client
 from furlong.core.method import Local, Report
 from furlong.core.payload import pack, traffic
 from furlong.core.weights import snapshot
-from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
+from furlong.engines.states import StateFolder
 from furlong.errors import FurlongError
 from furlong.methods import fedca
 from furlong.methods.dictionary import share
@@ -370,7 +370,7 @@ def test_a_client_may_hear_it_twice_but_must_not_lose_it(prepared: Any) -> None:
 
 def test_what_a_client_keeps_survives_the_store(prepared: Any) -> None:
     case = Case(prepared)
-    store = BlobStore(1 << 30)
+    store = StateFolder()
     run_client(case.method, case.down(case.start, 0), case.client(0), store)
     told = case.method.aggregate(case.start, [case.answer(case.start, 0)], case.at(0))
     assert traffic(case.down(told, 0)).total < traffic(case.down(case.start, 0)).total / 1.9

@@ -30,9 +30,9 @@ def test_fedsimclr_holds_on_to_the_received_projector(prepared: Any) -> None:
 
 def test_local_statistics_never_leave(prepared: Any) -> None:
     p = prepared("fedsimclr", **{"method.bn_stats": "local"})
-    from furlong.engines.blobs import BlobStore
+    from furlong.engines.states import StateFolder
 
-    store = BlobStore(1 << 30)
+    store = StateFolder()
     server = p.server.init()
     answer = run_client(p.method, server, local_context(p), store)
     assert not any("running" in name for name in answer.upload.weights)

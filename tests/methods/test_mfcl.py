@@ -20,8 +20,8 @@ from furlong.core.exchange import run_client
 from furlong.core.method import Report
 from furlong.core.payload import flatten, pack
 from furlong.data.augment import preset, unit
-from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
+from furlong.engines.states import StateFolder
 from furlong.errors import FurlongError
 from furlong.methods.mfcl import MFCL, Codes, Server
 from furlong.methods.representations import Stored, mini_batches, stacked
@@ -140,7 +140,7 @@ def test_representations_pair_two_views_of_one_image() -> None:
         == p.method.sensor(p.server.context(exchange)).encoder.state_dict().keys()
     )
     ctx = ClientContext(setup, exchange, Networks(), client=0, data=p.federation.shard(0))
-    report = run_client(p.method, down, ctx, BlobStore(1 << 30))
+    report = run_client(p.method, down, ctx, StateFolder())
     pairs = report.upload.pairs
     assert pairs.shape == (24, 2, 64, 16, 16)
     assert torch.equal(pairs[:, 0], pairs[:, 1])

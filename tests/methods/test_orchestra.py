@@ -140,7 +140,7 @@ def test_a_stateful_client_keeps_target_and_memory(prepared: Any) -> None:
             *_, last = p.server.run(transport, start)
             assert not last.failures
             results.append(
-                (pack(last.server), {k: bytes(packed) for k, packed in transport.store.items()})
+                (pack(last.server), {k: path.read_bytes() for k, path in transport.states()})
             )
     assert results[0] == results[1]
     states = [unpack(bytearray(packed)).state for packed in results[0][1].values()]

@@ -132,7 +132,7 @@ def carry(prepared: Any) -> Any:
         )
         with Dropping(method, own, setup, workers, lost=frozenset(lost)) as engine:
             seen.results = list(server.run(engine, server.init()))
-            seen.clients = {k: unpack(bytearray(packed)) for k, packed in engine.states()}
+            seen.clients = {k: unpack(path.read_bytes()) for k, path in engine.states()}
         return seen
 
     return run

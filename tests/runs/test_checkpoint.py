@@ -20,6 +20,7 @@ from conftest import tiny
 
 import furlong
 from furlong.core.payload import pack, unpack
+from furlong.engines.states import StateFolder
 from furlong.errors import FurlongError
 from furlong.methods.base import Model
 from furlong.runs import checkpoint, loop
@@ -47,7 +48,7 @@ def test_round_trip_and_pruning(tmp_path: Path) -> None:
     assert found is not None
     assert (found.done, found.counters, found.notes) == (3, {"seconds": 1.5}, [])
     assert found.server.weights["w"][0] == 3
-    assert unpack(found.clients[1])["t"] == 1
+    assert unpack(found.clients[1].read_bytes())["t"] == 1
 
 
 def test_every_damage_is_noticed(tmp_path: Path) -> None:
@@ -84,6 +85,145 @@ def test_every_damage_is_noticed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "checkpoints" / "000001")
     with pytest.raises(FurlongError, match="no checkpoint"):
         checkpoint.load(tmp_path)
+
+
+def kept_states(run: Path) -> list[str]:
+    """``client-number`` of every file with a state."""
+    return sorted(path.stem for path in (run / checkpoint.STATES).iterdir())
+
+
+def test_only_new_states_are_read_and_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many clients there are; what no checkpoint needs any more is removed."""
+    store = StateFolder(tmp_path / checkpoint.STATES)
+    read: list[str] = []
+    entry = checkpoint._entry
+
+    def seen(path: Path) -> dict[str, Any]:
+        read.append(path.stem)
+        return entry(path)
+
+    monkeypatch.setattr(checkpoint, "_entry", seen)
+
+    def save(done: int, *clients: int) -> list[str]:
+        read.clear()
+        for client in clients:
+            store.put(client, f"state {done}")
+        checkpoint.save(tmp_path, done, server(done), store.items(), {})
+        return sorted(read)
+
+    assert save(1, 0, 1, 2, 3) == ["00000-000001", "00001-000002", "00002-000003", "00003-000004"]
+    assert save(2, 1, 1) == ["00001-000006"]
+    assert save(3) == []
+    assert kept_states(tmp_path) == ["00000-000001", "00001-000006", "00002-000003", "00003-000004"]
+    assert save(4, 0) == ["00000-000007"]
+    assert "00000-000001" in kept_states(tmp_path)  # of checkpoint 3
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    texts = {client: unpack(path.read_bytes()) for client, path in found.clients.items()}
+    assert texts == {0: "state 4", 1: "state 2", 2: "state 1", 3: "state 1"}
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "gone"])
+def test_a_damaged_state_is_noticed(tmp_path: Path, how: str) -> None:
+    """It damages all checkpoints that refer to it, and no other."""
+    store = StateFolder(tmp_path / checkpoint.STATES)
+    for done in (1, 2):
+        store.put(0, f"state {done}")
+        if done == 1:
+            store.put(1, "the same")
+        checkpoint.save(tmp_path, done, server(done), store.items(), {})
+
+    def damage(client: int) -> checkpoint.Checkpoint | None:
+        path = dict(store.items())[client]
+        if how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:-1] + (b"" if how == "cut" else b"!"))
+        return checkpoint.load(tmp_path)
+
+    found = damage(0)
+    assert found is not None
+    assert found.done == 1
+    assert "000002 is damaged" in found.notes[0]
+    with pytest.raises(FurlongError, match=r"no checkpoint in .* is whole.*00001-000002"):
+        damage(1)
+
+
+def test_states_stay_while_a_manifest_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of descriptors, say; those of a manifest that says nonsense may go."""
+    store = StateFolder(tmp_path / checkpoint.STATES)
+    store.put(0, "state")
+    checkpoint.save(tmp_path, 1, server(1), store.items(), {})
+
+    def scarce(_: Path) -> bytes:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", scarce)
+    checkpoint.tidy(tmp_path)
+    monkeypatch.undo()
+    assert kept_states(tmp_path) == ["00000-000001"]
+    (tmp_path / "checkpoints" / "000001" / "manifest.json").write_text("{}")
+    checkpoint.tidy(tmp_path)
+    assert kept_states(tmp_path) == []
+
+
+def in_the_old_layout(run: Path) -> None:
+    """As versions wrote it that kept all states in every checkpoint."""
+    for folder in sorted((run / "checkpoints").iterdir()):
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        del manifest["digest"]
+        for client, known in manifest.pop("clients").items():
+            name = f"client-{int(client):05d}.safetensors"
+            shutil.copy(run / checkpoint.STATES / known.pop("file"), folder / name)
+            manifest["files"][name] = known
+        path.write_text(json.dumps({**manifest, "digest": checkpoint._digest(manifest)}))
+    shutil.rmtree(run / checkpoint.STATES)
+    settings = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(settings.replace("[run]", "[run]\nstate_memory_mb = 4096"))
+    (run / "digests.json").unlink()
+
+
+def test_resume_with_clients_that_wait(tmp_path: Path) -> None:
+    """Two of three clients take part in a round; the third's state is from an earlier one."""
+    options = {
+        "fraction": 0.67,
+        "rounds": 4,
+        "data.images": 24,
+        "data.test_images": 10,
+        "evaluate.probe": "none",
+        "evaluate.knn_every": 99,
+    }
+    whole = loop.run(tiny("fedu", out=str(tmp_path / "whole"), **options))
+    stopped = tmp_path / "stopped"
+
+    def show(status: loop.Status) -> None:
+        if status.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(tiny("fedu", out=str(stopped), **options), show)
+    (stopped / checkpoint.STATES / ".00001.draft").write_text("of a worker that was killed")
+    (stopped / checkpoint.STATES / "00001-000099.safetensors").write_text("of no checkpoint")
+    old = tmp_path / "old"
+    shutil.copytree(stopped, old)
+    in_the_old_layout(old)
+    ended = checkpoint.load(whole.folder)
+    assert ended is not None
+    states = {client: path.read_bytes() for client, path in ended.clients.items()}
+    assert len(states) == 3
+    for out in (stopped, old):
+        loop.resume(out)
+        found = checkpoint.load(out)
+        assert found is not None
+        assert pack(found.server) == pack(ended.server)
+        assert {client: path.read_bytes() for client, path in found.clients.items()} == states
+        assert len(kept_states(out)) == 5  # of two checkpoints, which have one in common
+        assert not list(out.rglob("*.draft"))
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:

@@ -260,7 +260,6 @@ def test_any_tree_gives_a_configuration_or_a_furlong_error(tree: dict[str, Any])
         ("clients", 0, 1),
         ("workers", -1, 0),
         ("run.save_every", 0, 1),
-        ("run.state_memory_mb", -1, 0),
         ("run.deadline", -1, 0),
         ("run.deadline", math.nan, 0.5),
         ("run.deadline", math.inf, 1e9),

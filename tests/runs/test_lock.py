@@ -111,8 +111,8 @@ def result_of(options: dict[str, Any], out: Path) -> dict[str, str]:
     saved = checkpoint.load(run.folder)
     assert saved is not None
     clients: dict[str, torch.Tensor] = {}
-    for client, packed in saved.clients.items():
-        tensors = flatten(unpack(bytearray(packed)))[0]
+    for client, path in saved.clients.items():
+        tensors = flatten(unpack(path.read_bytes()))[0]
         clients |= {f"{client}/{name}": value for name, value in tensors.items()}
     return {
         "server": digest(flatten(saved.server)[0]),

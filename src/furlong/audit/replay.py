@@ -61,7 +61,7 @@ def replay(
     target, client = found
     exchanges = server.exchanges()
     first = next(e.index for e in exchanges if e.round == target.round)
-    saved = checkpoint.load(record.path, first)
+    saved = checkpoint.load(record.path, first, say)
     state, done = (server.init(), 0) if saved is None else (saved.server, saved.done)
     if target.index - done > 1:
         say(f"replaying exchanges {done + 1} to {target.index + 1}: no later checkpoint is kept")

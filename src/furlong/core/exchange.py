@@ -28,7 +28,6 @@ from furlong.core.payload import (
     Weights,
     flatten,
     is_buffer,
-    pack,
     payload,
     replace_tensors,
     split_weights,
@@ -67,10 +66,10 @@ class Engine(Protocol):
         """
 
     def states(self) -> Iterable[tuple[int, Any]]:
-        """(client, packed state) of every client that has one, for a checkpoint."""
+        """(client, packed state or the file of it) of all that have one, for a checkpoint."""
 
-    def restore(self, states: Mapping[int, Any]) -> None:
-        """Take the clients' states from a checkpoint."""
+    def restore(self, states: Mapping[int, Path]) -> None:
+        """Take the clients' states from the files of a checkpoint."""
 
     def finish(self, encoder: Any) -> None:
         """The run is over: ``encoder`` is what was learnt, packed, for whoever took part."""
@@ -91,8 +90,8 @@ class ClientStore(Protocol):
     def get(self, client: int) -> Any | None:
         """The packed state, or ``None`` before the first participation."""
 
-    def put(self, client: int, packed: Any) -> None:
-        """Keep a packed state."""
+    def put(self, client: int, state: Any) -> None:
+        """Keep a state, which is a payload."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def run_client(
     if bad is not None:  # what the client keeps must stay fit for the next round
         raise ValueError(f"training diverged: {bad} holds NaN or infinity")
     if local.state is not None or stats or moments:
-        store.put(ctx.client, pack(kept))
+        store.put(ctx.client, kept)
     metrics = {**local.metrics, "images": float(ctx.images_seen)}
     examples = 1 if method.equal_weights else len(ctx.data)
     return Report(ctx.client, ctx.exchange.index, examples, upload, metrics)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from furlong.core.payload import Weights, unpack_tensors
 from furlong.engines.blobs import Blob
+from furlong.engines.states import States
 from furlong.errors import FurlongError
 from furlong.files import write_atomically
 from furlong.words import size
@@ -17,7 +17,7 @@ MOST_SLICES, MOST_BYTES = 10_000, 8 << 30  # of one download
 MOST_RUNS = 32  # whose states a node keeps
 
 
-class StateFiles:
+class StateFiles(States):
     """A client's states in files, one for each exchange that the server may go back to.
 
     A server that is killed and resumed asks for an exchange again: the client then goes on from
@@ -52,11 +52,6 @@ class StateFiles:
         path = files[max(files)] if files else None
         return None if path is None else Blob(path.stat().st_size, path=path)
 
-    def get(self, client: int) -> Any | None:
-        """Its bytes."""
-        blob = self.blob(client)
-        return None if blob is None else blob.map()
-
     def put(self, client: int, packed: Any, what: str = "state") -> None:
         """The state after the present exchange, on disk before anything is answered."""
         path = self.folder / f"{client:05d}-{self.index:06d}.{what}.safetensors"
@@ -75,13 +70,6 @@ class StateFiles:
         if not files:
             return {}
         return unpack_tensors(bytearray(files[max(files)].read_bytes()))[0]
-
-    def items(self) -> Iterator[tuple[int, Any]]:
-        """None: they are on disk already."""
-        return iter(())
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 class Slices:

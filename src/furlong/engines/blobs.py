@@ -1,4 +1,4 @@
-"""Packed bytes in memory that processes hand to each other, and the client states made of them.
+"""Packed bytes that processes hand to each other.
 
 A blob is a piece of anonymous memory behind a file descriptor: another process that gets the
 descriptor maps the same memory, and the memory is free when the last process has closed it.
@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import mmap
 import os
-import resource
 import tempfile
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
-from furlong.core.exchange import ClientStore
 from furlong.core.payload import pack
 
 SPARE = 64 << 20  # bytes of free sheets beyond which only two are kept
-SPILL = ".clients-"  # how the folders of states that exceed the memory budget begin
 
 
 @dataclass(eq=False)
@@ -44,14 +40,6 @@ class Blob:
         """Pack ``value`` into anonymous memory."""
         blob = cls(0)
         pack(value, blob._allocate)
-        return blob
-
-    @classmethod
-    def of_bytes(cls, packed: Any) -> Blob:
-        """Copy packed bytes into anonymous memory."""
-        blob = cls(0)
-        with blob._allocate(len(memoryview(packed))) as memory:
-            memory[:] = packed
         return blob
 
     def _allocate(self, size: int) -> mmap.mmap:
@@ -80,20 +68,11 @@ class Blob:
         """A descriptor that the caller closes."""
         return os.dup(self.fd) if self.fd is not None else os.open(self.path or "", os.O_RDONLY)
 
-    def spill(self, path: Path) -> None:
-        """Move the bytes from memory to a file."""
-        path.write_bytes(self.map())
-        self.close()
-        self.path = path
-
     def close(self) -> None:
-        """Give the bytes back."""
+        """Give the memory back; a file stays."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-            self.path = None
         if self.unread is not None:
             self.unread()
             self.unread = None
@@ -167,80 +146,3 @@ class Sheets:
     def _drop(self, number: int) -> None:
         self._free.remove(number)
         self._sheets.pop(number)[0].close()
-
-
-class States(ClientStore, Protocol):
-    """All that the engine asks of what holds the client states."""
-
-    def blob(self, client: int) -> Blob | None:
-        """The client's state, if it has one; it stays the store's."""
-
-    def keep(self, client: int, blob: Blob) -> None:
-        """Take a blob over as the client's new state."""
-
-    def items(self) -> Iterator[tuple[int, Any]]:
-        """(client, packed state) of every client that has one."""
-
-    def close(self) -> None:
-        """The engine has ended."""
-
-
-class BlobStore:
-    """Client states in memory up to a budget, the least recently used ones on disk beyond it.
-
-    A state in memory needs a file descriptor, so their number is limited too.
-    """
-
-    def __init__(self, budget: int, folder: Path | None = None) -> None:
-        self.budget = budget
-        self.most = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._spilled = 0
-        self._blobs: OrderedDict[int, Blob] = OrderedDict()
-        self._folder = folder
-        self._own: tempfile.TemporaryDirectory[str] | None = None
-
-    def blob(self, client: int) -> Blob | None:
-        """The client's state, if it has one."""
-        return self._blobs.get(client)
-
-    def get(self, client: int) -> Any | None:
-        """The packed state (private memory), or ``None``."""
-        blob = self.blob(client)
-        return None if blob is None else blob.map()
-
-    def put(self, client: int, packed: Any) -> None:
-        """Keep packed bytes."""
-        self.keep(client, Blob.of_bytes(packed))
-
-    def keep(self, client: int, blob: Blob) -> None:
-        """Keep a blob, and spill others if the budget is exceeded."""
-        if old := self._blobs.pop(client, None):
-            old.close()
-        self._blobs[client] = blob
-        held = [b for b in self._blobs.values() if b.fd is not None]
-        in_memory = sum(b.size for b in held)
-        for count, other in enumerate(held):
-            if in_memory <= self.budget and len(held) - count <= self.most:
-                break
-            self._spilled += 1
-            other.spill(self._spill_folder() / f"{self._spilled}.safetensors")
-            in_memory -= other.size
-
-    def items(self) -> Iterator[tuple[int, Any]]:
-        """(client, packed state) of every client that has one."""
-        for client in sorted(self._blobs):
-            yield client, self._blobs[client].map()
-
-    def close(self) -> None:
-        """Drop everything."""
-        for blob in self._blobs.values():
-            blob.close()
-        self._blobs.clear()
-        if self._own is not None:
-            self._own.cleanup()
-            self._own = None
-
-    def _spill_folder(self) -> Path:
-        if self._own is None:
-            self._own = tempfile.TemporaryDirectory(prefix=SPILL, dir=self._folder)
-        return Path(self._own.name)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.core.context import ClientContext, Exchange, Networks, Setup
@@ -14,8 +15,9 @@ from furlong.core.exchange import Engine, Failure, run_client
 from furlong.core.federation import Federation
 from furlong.core.method import AnyMethod, Report
 from furlong.core.payload import PayloadError, unpack
-from furlong.engines.blobs import Blob, BlobStore, Sheets, States
+from furlong.engines.blobs import Blob, Sheets
 from furlong.engines.pool import Answer, Pool, can_fork
+from furlong.engines.states import StateFolder, States
 from furlong.errors import FurlongError, describe, exhausted
 
 SCARCE = "on this machine: "  # begins the reason of a client that could not train for want of room
@@ -36,7 +38,7 @@ class InProcess(Engine):
     federation: Federation
     setup: Setup
     workers: int = 1
-    store: States = field(default_factory=lambda: BlobStore(4 << 30))
+    store: States = field(default_factory=StateFolder)
     isolate: bool = False
     deadline: float = 0.0
     identity: Identity | None = None  # of the one client, at a site
@@ -74,14 +76,13 @@ class InProcess(Engine):
             self.pool = None
         self.store.close()
 
-    def states(self) -> Iterator[tuple[int, Any]]:
-        """(client, packed state) of every client that has one, for a checkpoint."""
+    def states(self) -> Iterable[tuple[int, Path]]:
+        """(client, file) of every client that has a state, for a checkpoint."""
         return self.store.items()
 
-    def restore(self, states: Mapping[int, Any]) -> None:
+    def restore(self, states: Mapping[int, Path]) -> None:
         """Take the clients' states from a checkpoint."""
-        for client, packed in states.items():
-            self.store.put(client, packed)
+        self.store.restore(states)
 
     def finish(self, encoder: Any) -> None:
         """The run is over; there is nobody to tell."""
@@ -118,7 +119,8 @@ class InProcess(Engine):
     ) -> Answer:
         """A client's part, wherever it runs; its answer is packed, as it would travel."""
         try:
-            slot = _OneState(None if state is None else state.map())
+            draft = partial(self.store.draft, client)
+            slot = _OneState(None if state is None else state.map(), draft)
             shard = self.federation.shard(client, labels=self.method.needs_labels)
             ctx = ClientContext(
                 self.setup,
@@ -129,7 +131,7 @@ class InProcess(Engine):
                 identity=self.identity,
             )
             report = self._sheets.write(run_client(self.method, download(), ctx, slot))
-            return report, None if slot.new is None else Blob.of_bytes(slot.new)
+            return report, slot.new
         except Exception as error:
             scarce = exhausted(error)
             return Failure(client, "raised", f"{SCARCE}{scarce}" if scarce else describe(error))
@@ -158,12 +160,12 @@ class InProcess(Engine):
 class _OneState:
     """A client store for a single call: the state that it had, and the one that it has now."""
 
-    def __init__(self, packed: Any) -> None:
-        self._packed = packed
-        self.new: Any = None
+    def __init__(self, packed: Any, draft: Callable[[Any], Blob]) -> None:
+        self._packed, self._draft = packed, draft
+        self.new: Blob | None = None
 
     def get(self, client: int) -> Any | None:  # noqa: ARG002
         return self._packed
 
-    def put(self, client: int, packed: Any) -> None:  # noqa: ARG002
-        self.new = packed
+    def put(self, client: int, state: Any) -> None:  # noqa: ARG002
+        self.new = self._draft(state)

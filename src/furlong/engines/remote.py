@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
 import furlong
@@ -188,9 +189,9 @@ class Remote(Engine):
         """Which of the states that nodes keep is each client's; the states stay there."""
         return ((client, pack(last)) for client, last in sorted(self.last.items()))
 
-    def restore(self, states: Mapping[int, Any]) -> None:
+    def restore(self, states: Mapping[int, Path]) -> None:
         """Go back to a checkpoint: nodes have the states of that time too."""
-        found = {client: unpack(bytearray(packed)) for client, packed in states.items()}
+        found = {client: unpack(bytearray(path.read_bytes())) for client, path in states.items()}
         if not all(isinstance(last, LastAnswer) for last in found.values()):
             raise FurlongError("this run began in process: it cannot go on with --engine flower.")
         newest = max((last.exchange for last in found.values()), default=-1)

@@ -28,6 +28,7 @@ T = TypeVar("T")
 RANDOM = "random"  # model.init of a run from nothing, where a method is usually begun otherwise
 BOUNDS = ("none", "single", "pooled", "without:SITE")
 WITHOUT = "without:"  # before the name or number of the site that is left out
+GONE = ("run.state_memory_mb",)  # in files of earlier versions; it changed no result
 
 
 @dataclass(frozen=True)
@@ -310,9 +311,6 @@ class RunSettings:
         resume=True,
     )
     save_every: int = setting(1, "Rounds between checkpoints.", role="place", at_least=1)
-    state_memory_mb: int = setting(
-        4096, "Client states beyond this go to disk.", role="place", at_least=0
-    )
     deadline: float = setting(
         0.0,
         "Seconds for one exchange, then it goes on without the others; 0: none.",
@@ -442,7 +440,7 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
             raise FurlongError(f"{where}: unknown section [{section}]. {nearest(section, known)}")
         if not isinstance(table, Mapping):
             raise FurlongError(f"{where}: {section} must be a table: write [{section}].")
-        merged[section] = dict(table)
+        merged[section] = {k: v for k, v in table.items() if f"{section}.{k}" not in GONE}
     other = overrides.get("method", overrides.get("method.name"))
     if other is not None and other != merged.get("method", {}).get("name"):
         old = merged.pop("method", {})  # the file's fields are those of another method

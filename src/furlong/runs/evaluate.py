@@ -100,7 +100,7 @@ def _fresh(about: dict[str, Any], seed: int) -> nn.Module:
 
 def _from_checkpoint(folder: RunFolder, own: Config, about: dict[str, Any], say: Say) -> Subject:
     """Of a run that goes on, or whose clients each have an encoder, of which it keeps but one."""
-    saved = checkpoint.load(folder.path)
+    saved = checkpoint.load(folder.path, say=say)
     begun = folder.path / "random.safetensors"
     prepared = prepare(own, training=False, saved=begun) if saved is not None else None
     total = 0 if prepared is None else len(prepared.server.exchanges())

@@ -1,12 +1,13 @@
 """A run's folder: what is written where, by whom, and that two runs never mix.
 
 config.toml · partition.json · initial.json (what ``--init`` gave) · random.safetensors (the encoder
-before training) · metrics.jsonl (a line per exchange) · checkpoints/ · server/ (while it runs) ·
-tensorboard/ · summary.json · encoder.safetensors + encoder.json · adapter.safetensors (A and B, of
-which the encoder has the sum with its weights) · map.json (representations in the plane) ·
-evaluations.json (what ``furlong evaluate`` measured) · audit.json, audit.html (what ``furlong
-audit`` found) · report.html · federation.json, nodes/, flower.log (on Flower) · digests.json (of
-config.toml, encoder.json and all weights). ``runs.record`` reads it.
+before training) · metrics.jsonl (a line per exchange) · checkpoints/ · states/ (of clients; the
+checkpoints refer to them) · server/ (while it runs) · tensorboard/ · summary.json ·
+encoder.safetensors + encoder.json · adapter.safetensors (A and B, of which the encoder has the sum
+with its weights) · map.json (representations in the plane) · evaluations.json (what ``furlong
+evaluate`` measured) · audit.json, audit.html (what ``furlong audit`` found) · report.html ·
+federation.json, nodes/, flower.log (on Flower) · digests.json (of config.toml, encoder.json and all
+weights). ``runs.record`` reads it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import furlong
 from furlong.core.exchange import Engine
 from furlong.core.payload import Traffic, pack, pack_tensors
 from furlong.core.weights import snapshot
-from furlong.engines.blobs import SPILL
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Images
 from furlong.methods.wrappers.private import budgeted
@@ -127,7 +126,7 @@ def resume(
             shutil.rmtree(path / SERVER, ignore_errors=True)  # if it was killed just then
             return Run(path, folder.record.read("summary.json"))
         settings = config.with_out(folder.record.config(overrides), path)
-        saved = checkpoint.load(path)
+        saved = checkpoint.load(path, say=say)
         for note in saved.notes if saved else []:
             say(note)
         done = saved.done if saved else 0
@@ -135,8 +134,7 @@ def resume(
         if lost := folder.record.damaged_lines:
             say(lost)
         folder.keep_lines(done)
-        for left in path.glob(f"{SPILL}*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        checkpoint.tidy(path)  # after a process that was killed
         with _session(settings, folder, say, engine) as session:
             prepared = prepare(
                 settings,

@@ -19,11 +19,12 @@ from furlong.core.noise import secret_in
 from furlong.core.outliers import USUAL
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition
-from furlong.engines.blobs import BlobStore
 from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import default_workers
+from furlong.engines.states import StateFolder
 from furlong.errors import FurlongError
 from furlong.evaluation.knn import neighbours
+from furlong.runs.checkpoint import STATES
 from furlong.runs.config import Config, sends
 from furlong.runs.datasets import SITES, absolute, absolute_roots, load_data, load_public
 from furlong.runs.folder import SERVER
@@ -67,7 +68,7 @@ class Prepared:
     def engine(self) -> InProcess:
         """The engine of this machine, with no client state yet."""
         run = self.config.run
-        store = BlobStore(run.state_memory_mb << 20, Path(run.out) if run.out else None)
+        store = StateFolder(Path(run.out) / STATES if run.out else None)
         return InProcess(
             self.method,
             self.federation,
