@@ -342,10 +342,10 @@ def test_advice_follows_the_methods_usual_settings(monkeypatch: pytest.MonkeyPat
     big = seen(a=1462, b=861, c=469, d=288, e=24)
     assert big["batch_size"]["value"] == usual
     assert big["rounds"]["value"] == -(-advice.STEPS // (469 // usual))
-    assert "86 steps at the smallest site, 1,204 at a middling one" in big["rounds"]["reason"]
+    assert "43 steps at the smallest site, 602 at a middling one" in big["rounds"]["reason"]
     assert big["image_size"]["value"] == advice.SEEN  # for the encoder small
     assert seen(a=10_000)["image_size"]["value"] == 48  # for resnet18, all that there is
-    little = seen(a=40, b=60, c=50)
+    little = seen(a=40, b=30, c=50)
     assert little["batch_size"]["value"] == usual // 2
     assert little["rounds"]["value"] == advice.MOST_ROUNDS
     assert "--epochs 2" in little["rounds"]["reason"]

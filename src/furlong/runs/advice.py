@@ -13,12 +13,13 @@ from furlong.data.duplicates import Group, duplicates, near_duplicates
 from furlong.data.reading import Reading
 from furlong.data.survey import Asked, Part, Seen
 from furlong.runs import config
+from furlong.runs.drawn import READY
 from furlong.runs.parties import augmentation
 
 SIZES = (32, 48, 64, 96, 128)
 SEEN = 32  # pixels that the encoder small takes in at once (31): of more it sees only pieces
-METHOD = "fedsimclr"  # gained most on MRI (docs/hospitals.md), where our recipe is not ahead
-STEPS = 1200  # of a client in a run; its usual settings were chosen with about as many
+METHOD = config.MethodSettings.name  # our recipe: the best of small sets (docs/recipe.md)
+STEPS = 600  # of a client in a run; its usual settings were chosen with about as many
 MOST_ROUNDS = 200
 IN_PARTS = ("DICOM", "NIfTI")  # every frame or slice of which is an image of its own
 
@@ -132,7 +133,7 @@ def _suggested(found: dict[str, Any], parts: list[Part]) -> dict[str, Any]:
     rounds = min(MOST_ROUNDS, max(20, math.ceil(STEPS / middle)))
     pixels = found["images"] * usual.data.channels * size * size
     return {
-        "method": {"value": METHOD, "reason": "gained most of the methods tried on small sets"},
+        "method": {"value": METHOD, "reason": _method_why(encoder)},
         "image_size": {"value": size, "reason": size_why},
         "encoder": {"value": encoder, "reason": encoder_why},
         "augment": {
@@ -210,6 +211,16 @@ def _encoder(images: int) -> tuple[str, str]:
     if images < 200_000:
         return "resnet18", "the papers' choice for tens of thousands of images"
     return "resnet50", "enough images for a larger network; resnet18 is faster"
+
+
+def _method_why(encoder: str) -> str:
+    best = "our own recipe, the best of the methods tried on small sets"
+    if encoder in READY:
+        return best
+    return (
+        f"{best}. It begins with learning from drawn scenes, which takes long with {encoder} on a "
+        "processor: --init random leaves that out"
+    )
 
 
 def _augment_why(found: dict[str, Any]) -> str:
