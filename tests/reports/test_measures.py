@@ -68,6 +68,9 @@ def test_the_page_of_a_run_has_intervals_and_sites(tmp_path: Path) -> None:
     other = {"what": "images", "units": 31, "resamples": 200}
     text = page.build(with_measures(make(tmp_path / "other"), 0.0, resampled=other)).read_text()
     assert "too narrow" in text
+    some = {"what": "patients and single images", "units": 31, "resamples": 200}
+    text = page.build(with_measures(make(tmp_path / "some"), 0.0, resampled=some)).read_text()
+    assert "Nothing tells which of the single images are of one patient" in text
     lone = {"what": "patients", "units": 1, "resamples": 0}
     told = with_measures(make(tmp_path / "lone"), 0.0, resampled=lone, intervals={})
     assert "of one patient (or group): there is no interval" in page.build(told).read_text()

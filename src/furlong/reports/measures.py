@@ -103,8 +103,9 @@ def _intervals(rows: Sequence[Result]) -> Iterator[str]:
             f"({max(n for _, n in counts):,} resamples)."
         )
         if what != "patients":
+            some = "which images" if what == "images" else "which of the single images"
             yield (
-                "Nothing tells which images are of one patient. If some are, the intervals are too "
+                f"Nothing tells {some} are of one patient. If some are, the intervals are too "
                 "narrow."
             )
 

@@ -62,12 +62,18 @@ def summarise(asked: Asked, parts: list[Part]) -> dict[str, Any]:
 
 
 def _patients(parts: list[Part]) -> dict[str, int] | None:
-    """How many there are, and how many have images in several splits; None if nobody knows."""
-    each = [set(part.patients) for part in parts if part.patients]
-    if not each:
+    """How many there are, how many images are of unknown ones, and how many have images in several
+    splits; None if nobody knows.
+    """
+    each = [{patient for patient in part.patients if patient >= 0} for part in parts]
+    if not any(each):
         return None
     every = Counter(patient for some in each for patient in some)
-    return {"number": len(every), "in_several_splits": sum(n > 1 for n in every.values())}
+    return {
+        "number": len(every),
+        "unknown": sum(patient < 0 for part in parts for patient in part.patients),
+        "in_several_splits": sum(n > 1 for n in every.values()),
+    }
 
 
 def _window(seen: list[Seen], how: Reading) -> str:
