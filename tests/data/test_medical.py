@@ -282,7 +282,8 @@ def test_without_pydicom_the_remedy_is_named(
     monkeypatch.setitem(sys.modules, "nibabel", None)
     reasons = {each.name: each.reason for each in load(f"folder:{tmp_path}").skipped}
     assert reasons.keys() == {"a.dcm", "b.nii"}
-    assert all("pip install furlong-fl[medical]" in each for each in reasons.values())
+    assert reasons["a.dcm"].endswith("pip install pydicom")
+    assert reasons["b.nii"].endswith("pip install nibabel")
 
 
 # ---------------------------------------------------------------- NIfTI
@@ -454,7 +455,7 @@ def test_arrays_of_any_number_of_channels(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_gone_is_skipped(tmp_path: Path) -> None:
-    with pytest.raises(Unusable, match="No such file"):
+    with pytest.raises(Unusable, match="there is no such file"):
         decode(Frame(tmp_path / "gone.nii", 3), None)
     three = [Image.new("RGB", (8, 8), (9, 8, 7)) for _ in range(3)]
     three[0].save(tmp_path / "a.tif", save_all=True, append_images=three[1:])

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from furlong.data.cache import AUTO_CACHE_BYTES
+from furlong.data.decode import IN_PARTS
 from furlong.data.duplicates import Group, duplicates, near_duplicates
 from furlong.data.reading import Reading
 from furlong.data.survey import Asked, Part, Seen
@@ -21,7 +22,6 @@ SEEN = 32  # pixels that the encoder small takes in at once (31): of more it see
 METHOD = config.MethodSettings.name  # our recipe: the best of small sets (docs/recipe.md)
 STEPS = 600  # of a client in a run; its usual settings were chosen with about as many
 MOST_ROUNDS = 200
-IN_PARTS = ("DICOM", "NIfTI")  # every frame or slice of which is an image of its own
 
 
 def summarise(asked: Asked, parts: list[Part]) -> dict[str, Any]:
