@@ -96,13 +96,19 @@ def test_intervals_are_over_patients_where_these_are_known() -> None:
 
 def test_one_patient_has_no_interval_and_is_told() -> None:
     scores, labels = guesses(40, 2)
+    found = grade(scores, images(labels, patients=torch.full((40,), 7)))
+    assert "intervals" not in found
+    assert found["resampled"] == {"what": "patients", "units": 1, "resamples": 0}
+
+
+def test_images_of_unknown_patients_are_drawn_one_by_one_and_told() -> None:
+    scores, labels = guesses(40, 2)
     mixed = torch.cat([torch.zeros(10), torch.arange(-30, 0)]).long()
     found = grade(scores, images(labels, patients=mixed))
     assert found["resampled"]["what"] == "patients and single images"
     assert found["resampled"]["units"] == 31
-    found = grade(scores, images(labels, patients=torch.full((40,), 7)))
-    assert "intervals" not in found
-    assert found["resampled"] == {"what": "patients", "units": 1, "resamples": 0}
+    found = grade(scores, images(labels, patients=torch.arange(-40, 0)))
+    assert found["resampled"]["what"] == "images"
 
 
 def test_an_interval_holds_its_number() -> None:

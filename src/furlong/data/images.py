@@ -20,7 +20,7 @@ from torch import Tensor
 from furlong.data import named
 from furlong.data.cache import Pixels, Plan, decoded, first_size
 from furlong.data.decode import OtherSize
-from furlong.data.reading import PLAIN, Reading, Skipped
+from furlong.data.reading import PLAIN, Reading, Skipped, by_file
 from furlong.data.sources import IntArray, NoSplit, Source, places
 from furlong.errors import FurlongError, nearest
 
@@ -280,7 +280,7 @@ def _build(
     if empty:
         source.notes.append(f"{empty:,} empty slices of volumes were left out.")
     unusable = [each for each in bad.values() if not each.is_empty]
-    skipped = sorted([*source.skipped, *unusable], key=lambda each: each.name)
+    skipped = by_file([*source.skipped, *unusable])
     if strict and skipped:
         lines = "".join(f"\n  {each.name}: {each.reason}" for each in skipped[:10])
         more = f"\n  … and {len(skipped) - 10} more" if len(skipped) > 10 else ""
