@@ -171,7 +171,9 @@ def test_a_column_of_patients_with_gaps(place: Path) -> None:
     found = load(name)
     assert found.patients is not None
     assert found.patients.tolist() == [-1, 1, -3, 1, 3]
-    assert "warning: column 'patient' is empty in 2 of 5 rows, the first in line 2" in found.notes[0]
+    assert (
+        "warning: column 'patient' is empty in 2 of 5 rows, the first in line 2" in found.notes[0]
+    )
     with pytest.raises(FurlongError, match=r"column 'patient' is empty in 2 row\(s\)"):
         load(name, holdout_by="patient")
     none = load(write(place / "n.csv", "path,patient\n0.png,\n1.png,\n"))

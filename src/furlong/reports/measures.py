@@ -42,13 +42,18 @@ class Sheet:
 
 
 def of_run(results: Sequence[Result]) -> list[Sheet]:
-    """Of one run's results: every protocol's measures with intervals, then every site's."""
-    rows = [row for row in results if _is_row(row)]
+    """Of one run's results: every protocol's measures with intervals, then every site's.
+
+    Of what was measured twice the last counts. Clients that each trained alone, who may be many,
+    are left out.
+    """
+    last = {(row.who, row.protocol, row.labels): row for row in results}.values()
+    rows = [row for row in last if not row.who.endswith(" alone")]
     shown = [row for row in rows if row.balanced_accuracy is not None]
     if not shown:
         return []
     cells = [
-        [row.who, column_title((row.protocol, row.labels)), *(_cell(row, m) for m in MEASURES)]
+        [row.who, column_title((row.protocol, row.labels)), *(cell(row, m) for m in MEASURES)]
         for row in shown
     ]
     sheet = Sheet(
@@ -60,12 +65,7 @@ def of_run(results: Sequence[Result]) -> list[Sheet]:
     return [sheet, *_sites_of_run(shown)]
 
 
-def _is_row(row: Result) -> bool:
-    """Neither of clients that each trained alone, who may be many, nor of few labels."""
-    return not row.who.endswith(" alone") and row.labels == 1
-
-
-def _cell(row: Result, name: str) -> str:
+def cell(row: Result, name: str) -> str:
     """A measure with its interval."""
     value: float | None = getattr(row, name)
     if value is None:

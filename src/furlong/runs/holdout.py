@@ -13,7 +13,8 @@ from torch import Tensor
 
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
-from furlong.runs.config import Config
+from furlong.runs.config import Config, short
+from furlong.runs.initial import by_furlong
 from furlong.seeding import shuffled
 
 SHARE = 0.1  # of the images
@@ -43,17 +44,20 @@ def hold_out(images: ImageSet, settings: Config) -> tuple[Tensor, Tensor, str]:
     held = torch.isin(patients[order], chosen)
     known, strangers = int((patients[order[held]] >= 0).sum()), int((patients < 0).sum())
     count, every = int((chosen >= 0).sum()), len(set(patients[patients >= 0].tolist()))
+    trained = "trained on"
+    if by_furlong(init := settings.model.init):
+        trained += f" here (but {short(str(init))}, which this run starts from, may have seen them)"
     words = f"{why}: {known:,} images of {count:,} of {every:,} {_called(settings)} "
     if strangers:
         words += (
             f"and {len(chosen) - count:,} of {strangers:,} images of which nothing tells whose "
-            f"they are, are {HELD_OUT}. None of these {_called(settings)} is trained on; of the "
+            f"they are, are {HELD_OUT}. None of these {_called(settings)} is {trained}; of the "
             "other images some may show the same person on both sides, and then accuracy is "
             "higher than on new ones. Tell whose they are, by a manifest with a column patient or "
             "by --data.holdout-by"
         )
     else:
-        words += f"are {HELD_OUT}, and none of theirs is trained on"
+        words += f"are {HELD_OUT}, and none of theirs is {trained}"
     if not strangers and count < min(FEW, every // 2):
         words += (
             f". Numbers of {count} say little of others: --data.validation true "

@@ -30,6 +30,7 @@ from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
 from furlong.runs.encoders import about, adapter, classifiers, encoders, untrained, who
 from furlong.runs.folder import SERVER, RunFolder
+from furlong.runs.holdout import HELD_OUT
 from furlong.runs.nodes import Members
 from furlong.runs.observers import NOTHING_DONE, Event, Observer, Status
 from furlong.runs.prepare import Prepared, prepare
@@ -316,6 +317,7 @@ def _summary(prepared: Prepared, totals: Mapping[str, float], state: Any) -> dic
         "bytes_up": int(totals["bytes_up"]),
         "bytes_down": int(totals["bytes_down"]),
         "failures": int(totals["failures"]),
+        "held_out": next((note for note in prepared.notes if HELD_OUT in note), None),
         "weights_sha256": hashlib.sha256(pack(state)).hexdigest(),
         "furlong": furlong.__version__,
         "environment": {
