@@ -87,6 +87,8 @@ def test_what_was_measured_again_is_one_row(tmp_path: Path) -> None:
                         tables.MeasuredRun.open(run).measured)
     )  # fmt: skip
     assert [row[:2] for row in after] == [row[:2] for row in before]
+    by_site = measures.of_run(tables.MeasuredRun.open(run).measured, ["EZ", "FG", "HT"])[1]
+    assert by_site.notes[-1] == "Without test images: FG, HT."
     assert {row[4] for row in after} == {"0.938"}
 
 

@@ -145,7 +145,8 @@ def print_run(finished: Run) -> None:
         console.print(voters(record.settings["evaluate"]["k"]))
     if quality:
         console.print(RANK)
-    print_sheets(measures.of_run(record.finished.results))
+    sites = (record.split.names if record.split else None) or []
+    print_sheets(measures.of_run(record.finished.results, sites))
     if said := trouble(summary["method"], record.lines()):
         warn(said)
     console.print(

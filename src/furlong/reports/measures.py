@@ -41,9 +41,10 @@ class Sheet:
     notes: list[str]
 
 
-def of_run(results: Sequence[Result]) -> list[Sheet]:
+def of_run(results: Sequence[Result], sites: Iterable[str] = ()) -> list[Sheet]:
     """Of one run's results: every protocol's measures with intervals, then every site's.
 
+    ``sites``: the names of all, of which some may have no test images.
     Of what was measured twice the last counts. Clients that each trained alone, who may be many,
     are left out.
     """
@@ -62,7 +63,7 @@ def of_run(results: Sequence[Result]) -> list[Sheet]:
         cells,
         [MEANING, *_intervals(shown)],
     )
-    return [sheet, *_sites_of_run(shown)]
+    return [sheet, *_sites_of_run(shown, sites)]
 
 
 def cell(row: Result, name: str) -> str:
@@ -110,14 +111,17 @@ def _intervals(rows: Sequence[Result]) -> Iterator[str]:
             )
 
 
-def _sites_of_run(rows: Sequence[Result]) -> Iterator[Sheet]:
+def _sites_of_run(rows: Sequence[Result], sites: Iterable[str]) -> Iterator[Sheet]:
     main = _main([(row.protocol, row.labels) for row in rows if row.sites])
     own = [row for row in rows if (row.protocol, row.labels) == main and row.sites]
     if main is None or not own:
         return
     counts = {name: int(one["images"]) for name, one in own[0].sites.items()}
     cells = {row.who: {n: _both(one, {}) for n, one in row.sites.items()} for row in own}
-    yield _site_sheet(main, counts, cells, "encoder")
+    sheet = _site_sheet(main, counts, cells, "encoder")
+    if absent := [name for name in sites if name not in counts]:
+        sheet.notes.append(f"Without test images: {', '.join(absent)}.")
+    yield sheet
 
 
 def _main(columns: Iterable[Key]) -> Key | None:

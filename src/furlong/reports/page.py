@@ -77,7 +77,7 @@ def build(
         "rounds_seen": len({line.round for line in lines}),
         "bound": _bound(record.bound),
         "results": list(_results(record)),
-        "beside": measures.of_run(record.measured),
+        "beside": measures.of_run(record.measured, _sites(record)),
         "few_labels": list(_few_labels(record)),
         "headline": _headline(record),
         "printed": list(_printed(record)),
@@ -307,9 +307,8 @@ def _plane(run: MeasuredRun) -> Iterator[Drawing]:
     kept = run.plane
     if kept is None:
         return
-    sites = (run.split.names if run.split else None) or []
     try:
-        figure = figures.plane(kept.points, kept.labels, kept.clients, kept.classes, sites)
+        figure = figures.plane(kept.points, kept.labels, kept.clients, kept.classes, _sites(run))
     except (TypeError, ValueError, IndexError):
         raise damaged(run.path / kept.file, "move it away, or make a map with --tsne") from None
     coloured = "client" if kept.labels is None else "class, marks tell the client that holds it"
@@ -321,6 +320,11 @@ def _plane(run: MeasuredRun) -> Iterator[Drawing]:
         f"Colours tell the {coloured}. {how[1]}",
         Path(kept.file).stem,
     )
+
+
+def _sites(run: MeasuredRun) -> list[str]:
+    """The names of the clients, if they have any."""
+    return (run.split.names if run.split else None) or []
 
 
 def _points(lines: Sequence[Line], name: str) -> list[tuple[int, Any]]:

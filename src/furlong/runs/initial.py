@@ -368,6 +368,9 @@ def _file(path: Path) -> Weights:
         raise FurlongError(f"cannot read {path}: {error.strerror}") from None
     except Exception as error:  # the unpickler's own, of which there are many
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if reason.startswith("Weights only"):  # torch advises to execute it all the same
+            asked = re.search(r"GLOBAL (\S+)", str(error))
+            reason = f"it asks for {asked[1]}" if asked else "torch refuses it"
         raise FurlongError(
             f"{path} is damaged, or holds more than tensors, and nothing of a file is executed "
             f"({reason[:200]}). Save its state dict, best as .safetensors."

@@ -303,12 +303,13 @@ def _draw_map(prepared: Prepared, folder: RunFolder, encoder: nn.Module) -> None
 
 
 def _summary(prepared: Prepared, totals: Mapping[str, float], state: Any) -> dict[str, Any]:
-    seconds = totals["seconds"]
+    seconds, left = totals["seconds"], prepared.left_out
+    apart = 0 if left is None else len(torch.unique(prepared.split.indices[left]))
     return {
         "who": who(prepared.config),
         "method": prepared.config.method["name"],
         "data": prepared.config.data.name,
-        "images": len(prepared.train) or sum(prepared.setup.sizes.values()),
+        "images": len(prepared.train) - apart or sum(prepared.setup.sizes.values()),
         "clients": len(prepared.federation.clients),
         "rounds": prepared.setup.rounds,
         "seed": prepared.setup.seed,
