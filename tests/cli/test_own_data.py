@@ -325,7 +325,7 @@ def test_check_of_volumes(call: Call, tmp_path: Path) -> None:
     assert "4 (a volume counts as one)" in call("check", "v").out
     picture(5).save(tmp_path / "v" / "x" / "9.png")
     told = " ".join(call("check", "v").out.split())
-    assert "4 (a volume counts as one), and 1 images of which nothing tells whose they are" in told
+    assert "4 (a volume counts as one), and 1 image of unknown patient; WARNING" in told
     assert "never a part of one" not in told
 
 

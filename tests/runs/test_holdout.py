@@ -71,7 +71,7 @@ def test_images_of_unknown_patients_are_not_called_patients() -> None:
     one = images([317, *(-1 - k for k in range(317))])
     held, rest, words = hold_out(one, settings())
     assert len(held) == 31
-    assert re.search(r"[01] of 1 patients and 3[01] of 317 images of which nothing tells", words)
+    assert re.search(r"[01] of 1 patients and 3[01] of 317 images of unknown patient", words)
     assert "some may show the same person on both sides" in words
     assert on_both_sides(one.subset(rest), one.subset(held)) is None
     half = images([0] * 5 + [1] * 5 + [-1 - k for k in range(10)])

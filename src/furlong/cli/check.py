@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from furlong.cli.common import MOST, console, counting
-from furlong.words import size
+from furlong.words import plural, size
 
 
 def check(
@@ -157,7 +157,7 @@ def _of_patients(found: dict[str, Any]) -> str:
     volume = " (a volume counts as one)" if "NIfTI" in found["formats"] else ""
     text = f"{number:,}{volume}"
     if unknown:
-        text += f", and {unknown:,} images of which nothing tells whose they are"
+        text += f", and {plural(unknown, 'image')} of unknown patient"
     if both:
         return f"{text}; WARNING: {both:,} of them have images in training and in test"
     if unknown:

@@ -50,8 +50,8 @@ def hold_out(images: ImageSet, settings: Config) -> tuple[Tensor, Tensor, str]:
     words = f"{why}: {known:,} images of {count:,} of {every:,} {_called(settings)} "
     if strangers:
         words += (
-            f"and {len(chosen) - count:,} of {strangers:,} images of which nothing tells whose "
-            f"they are, are {HELD_OUT}. None of these {_called(settings)} is {trained}; of the "
+            f"and {len(chosen) - count:,} of {strangers:,} images of unknown patient are "
+            f"{HELD_OUT}. None of these {_called(settings)} is {trained}; of the "
             "other images some may show the same person on both sides, and then accuracy is "
             "higher than on new ones. Tell whose they are, by a manifest with a column patient or "
             "by --data.holdout-by"
