@@ -79,6 +79,7 @@ CHECKPOINT = (
 STATES = "tests/engines/test_inprocess.py -k 'states_are_files'"
 PARTITION = "tests/data/test_partition.py"
 AUGMENT = "tests/data/test_augment.py"
+MEDICAL = "tests/data/test_medical.py -k 'quoted or log_is or guessed'"
 FROZEN = "tests/evaluation/test_frozen.py"
 PROTOCOLS = "tests/evaluation/test_protocols.py"
 CONFIG = "tests/runs/test_config.py"
@@ -1439,6 +1440,54 @@ MUTANTS = [
         "a resumed run writes over states of a checkpoint",
     ),
     # ------------------------------------------------------------ data
+    Mutant(
+        "dicom-quoted",
+        "data/reading.py",
+        "file ({type(error).__name__})",
+        "file ({error})",
+        MEDICAL,
+        "a reason quotes what a file says of a patient",
+    ),
+    Mutant(
+        "dicom-log",
+        "data/dicom.py",
+        'logging.getLogger("pydicom").setLevel(logging.CRITICAL)',
+        "pass",
+        MEDICAL,
+        "pydicom's log quotes what a file says of a patient",
+    ),
+    Mutant(
+        "dicom-unsalted",
+        "data/dicom.py",
+        "key=_SALT, ",
+        "",
+        MEDICAL,
+        "whoever has a digest can try all numbers of patients",
+    ),
+    Mutant(
+        "dicom-salt",
+        "data/dicom.py",
+        "_SALT = os.urandom(32)",
+        '_SALT = b"salt"',
+        MEDICAL,
+        "the salt is known to all",
+    ),
+    Mutant(
+        "patients-unknown",
+        "data/sources.py",
+        "-1 - place for",
+        "place for",
+        "tests/data/test_manifest.py -k gaps",
+        "an image of unknown patient counts as a patient",
+    ),
+    Mutant(
+        "patients-interval",
+        "evaluation/metrics.py",
+        '"patients" if known.all()',
+        '"patients" if known.any()',
+        "tests/evaluation/test_metrics.py -k unknown",
+        "an interval is said to be over patients where some are unknown",
+    ),
     Mutant(
         "partition-windows",
         "data/partition.py",

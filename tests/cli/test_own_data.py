@@ -277,7 +277,7 @@ def test_check_of_a_manifest(call: Call, cohort: Path) -> None:
     assert found["sites"] == {"x": 12, "y": 12}
     assert found["classes"] == {"0": 12, "1": 12}
     assert found["splits"] == {"train": 21, "test": 3}
-    assert found["patients"] == {"number": 6, "in_several_splits": 3}
+    assert found["patients"] == {"number": 6, "unknown": 0, "in_several_splits": 3}
     assert found["skipped"] == [{"name": "scans/gone.png", "reason": "there is no such file"}]
     told = " ".join(call("check", cohort).out.split())
     assert "3 of them have images in training and in test" in told
@@ -319,10 +319,14 @@ def test_check_of_volumes(call: Call, tmp_path: Path) -> None:
     found = json.loads(call("check", "v", "--slices", "axial:2", "--json").out)
     assert found["images"] == 8  # slices 2 and 4 of four volumes; slice 0 is empty
     assert found["empty"] == 4
-    assert found["patients"] == {"number": 4, "in_several_splits": 0}
+    assert found["patients"] == {"number": 4, "unknown": 0, "in_several_splits": 0}
     assert found["animated"] == 0
     assert "--data.slices axial:2" in found["next"][1]
     assert "4 (a volume counts as one)" in call("check", "v").out
+    picture(5).save(tmp_path / "v" / "x" / "9.png")
+    told = " ".join(call("check", "v").out.split())
+    assert "4 (a volume counts as one), and 1 image of unknown patient; WARNING" in told
+    assert "never a part of one" not in told
 
 
 def test_advice_follows_the_methods_usual_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -376,6 +376,9 @@ def test_unusable_parquet(tmp_path: Path) -> None:
     write_parquet(file, [encode(noise(1)[0])], label=[None])
     with pytest.raises(FurlongError, match="empty value"):
         load(f"parquet:{file}")
+    write_parquet(file, [encode(x) for x in noise(3)], patient=["p", " ", "q"])
+    with pytest.raises(FurlongError, match="column 'patient' is empty in some rows"):
+        load(f"parquet:{file}")
     write_parquet(file, [encode(x) for x in noise(40)])
     damaged = bytearray(file.read_bytes())
     damaged[100:20_000] = bytes(19_900)

@@ -161,8 +161,29 @@ def test_columns_that_are_not_there(place: Path) -> None:
 def test_a_file_that_is_named_twice_is_one_patient(place: Path) -> None:
     found = load(write(place / "m.csv", "path\n0.png\n1.png\n0.png\n"))
     assert found.patients is not None
-    assert found.patients.tolist() == [0, 1, 0]
+    assert found.patients.tolist() == [0, -2, 0]  # nobody knows whose the other one is
     assert load(write(place / "n.csv", "path\n0.png\n1.png\n")).patients is None
+
+
+def test_a_column_of_patients_with_gaps(place: Path) -> None:
+    """Whose image is unknown is nobody's: not a patient of its own."""
+    name = write(place / "m.csv", "path,patient\n0.png,\n1.png,p\n2.png,\n3.png,p\n4.png,q\n")
+    found = load(name)
+    assert found.patients is not None
+    assert found.patients.tolist() == [-1, 1, -3, 1, 3]
+    assert (
+        "warning: column 'patient' is empty in 2 of 5 rows, the first in line 2" in found.notes[0]
+    )
+    with pytest.raises(FurlongError, match=r"column 'patient' is empty in 2 row\(s\)"):
+        load(name, holdout_by="patient")
+    none = load(write(place / "n.csv", "path,patient\n0.png,\n1.png,\n"))
+    assert (none.patients, none.notes) == (None, ())
+
+
+def test_a_column_that_may_tell_patients_is_named(place: Path) -> None:
+    name = write(place / "m.csv", "path,Patient\n0.png,p\n1.png,p\n")
+    assert "column 'Patient' is passed over" in load(name).notes[0]
+    assert load(name, holdout_by="Patient").notes == ()
 
 
 def test_slices_with_labels_of_their_own(place: Path) -> None:

@@ -101,6 +101,16 @@ def test_one_patient_has_no_interval_and_is_told() -> None:
     assert found["resampled"] == {"what": "patients", "units": 1, "resamples": 0}
 
 
+def test_images_of_unknown_patients_are_drawn_one_by_one_and_told() -> None:
+    scores, labels = guesses(40, 2)
+    mixed = torch.cat([torch.zeros(10), torch.arange(-30, 0)]).long()
+    found = grade(scores, images(labels, patients=mixed))
+    assert found["resampled"]["what"] == "patients and single images"
+    assert found["resampled"]["units"] == 31
+    found = grade(scores, images(labels, patients=torch.arange(-40, 0)))
+    assert found["resampled"]["what"] == "images"
+
+
 def test_an_interval_holds_its_number() -> None:
     """A plain percentile of average precision of rare classes lies above the number itself."""
     generator = torch.Generator().manual_seed(0)

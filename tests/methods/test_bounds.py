@@ -166,6 +166,7 @@ def test_the_site_that_was_left_out_is_measured_by_itself(wards: Path, tmp_path:
     assert run.summary["clients"] == 2
     assert run.summary["bytes_up"] > 0  # the others do send
     p = prepare(on_wards(wards, bound="without:south"))
+    assert run.summary["images"] == sum(p.setup.sizes.values()) < len(p.train)
     assert p.test is not None
     south = p.test.subset((p.test.groups == 1).nonzero()[:, 0])
     others = p.train.subset((p.train.groups != 1).nonzero()[:, 0])

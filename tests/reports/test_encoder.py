@@ -108,12 +108,60 @@ def test_parameters(run: Path, tmp_path: Path) -> None:
         (np.zeros((2, 3, 16, 16)), "uint8 images N×3×H×W"),
         (np.zeros((2, 5, 16, 16), dtype=np.uint8), "not torch.uint8 of shape"),
         ("one.png", "give a list of images"),
-        (["gone.png"], "gone.png cannot be read"),
+        (["gone.png"], "gone.png cannot be read: there is no such file"),
     ],
 )
 def test_what_is_no_image(run: Path, images: Any, said: str) -> None:
     with pytest.raises(FurlongError, match=said):
         furlong.Encoder(run).transform(images)
+
+
+def test_a_slice_of_a_volume_must_be_named(run: Path, tmp_path: Path) -> None:
+    """One of the slices in place of all, chosen by nobody, would be a wrong feature."""
+    nib, pydicom = pytest.importorskip("nibabel"), pytest.importorskip("pydicom")
+    voxels = np.random.default_rng(0).integers(0, 255, (16, 16, 5), dtype=np.uint8)
+    volume, plain = tmp_path / "v.nii.gz", tmp_path / "3.png"
+    nib.save(nib.Nifti1Image(voxels, np.eye(4)), volume)
+    Image.fromarray(np.ascontiguousarray(voxels[:, :, 3].T[::-1])).save(plain)
+    ours = furlong.Encoder(run)
+    with pytest.raises(FurlongError, match=r"holds 5 images. Name one of them, such as v.nii.gz#2"):
+        ours.transform([volume])
+    np.testing.assert_array_equal(ours.transform([f"{volume}#3"]), ours.transform([plain]))
+    with pytest.raises(FurlongError, match="holds 15 images"):
+        ours.transform([pydicom.examples.get_path("rt_dose")])
+
+
+def test_the_pages_block_of_python_works_beside_files_that_cannot_be_read(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of docs/hospitals.md, in a folder as it is described there."""
+    pytest.importorskip("sklearn")
+    nib = pytest.importorskip("nibabel")
+    from furlong.reports import embed
+
+    monkeypatch.chdir(tmp_path)
+    noise, rows = np.random.default_rng(0), ["path,label,site,patient"]
+    Path("sites/DU/DU_5849").mkdir(parents=True)
+    for k in range(20):
+        path = f"sites/DU/DU_5849/{k:03}.png"
+        pixels = noise.integers(0, 80, (16, 16, 3)) + 120 * (k % 2)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+        rows.append(f"{path},{k % 2},DU,p{k // 4}")
+    Path("sites/bad.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing more")
+    voxels = noise.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+    nib.save(nib.Nifti1Image(voxels, np.eye(4)), "sites/v.nii.gz")
+    rows += ["sites/bad.png,1,DU,p9", "sites/v.nii.gz,0,DU,p1", "sites/gone.png,1,DU,p2"]
+    Path("slices.csv").write_text("\n".join(rows))
+    Path("runs").mkdir()
+    Path("runs/mine").symlink_to(run)
+    embed.embed(embed.Embedder(run), Path("slices.csv"), Path("features.parquet"))
+    text = (Path(__file__).parents[2] / "docs" / "hospitals.md").read_text()
+    block = text.rpartition("```python\n")[2].partition("```")[0]
+    found: dict[str, Any] = {}
+    exec(block, found)
+    assert len(found["features"]) == 23  # twenty files and three slices
+    assert found["labels"][-3:] == ["0"] * 3
+    assert Path("encoder/model.safetensors").exists()
 
 
 # ---------------------------------------------------------------- the Hub

@@ -354,6 +354,24 @@ SPENT = {
 }  # fmt: skip
 
 
+def test_the_card_has_all_measures_and_says_who_was_held_out(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    summary = json.loads((copy / "summary.json").read_text())
+    row = summary["results"][-1]
+    low, high = row["intervals"]["auroc"]
+    found = f"{row['auroc']:.3f} [{low:.2f}–{high:.2f}]"
+    text = export(copy, "safetensors").card.read_text()
+    assert found.replace("[", "\\[").replace("]", "\\]") in text
+    assert "On the test split of the same data;" in text
+    words = "no test split: 9 images of 7 of 27 patients are held out for evaluation"
+    (copy / "summary.json").write_text(json.dumps(summary | {"held_out": words}))
+    (copy / "evaluations.json").write_text(json.dumps([row]))
+    text = export(copy, "safetensors", force=True).card.read_text()
+    assert f"On images of the same data ({words});" in text
+    assert f", AUROC {found}".replace("[", "\\[").replace("]", "\\]") in text
+    assert words in build(copy).read_text()
+
+
 def test_the_card_has_the_budget(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     summary = json.loads((copy / "summary.json").read_text())

@@ -17,12 +17,6 @@ from furlong.reports import comparison, formats, measures, page, tables
 def with_measures(path: Path, more: float, **changes: Any) -> Path:
     """A fake run whose results have every measure, two sites, and two shares of the labels."""
     summary = json.loads((path / "summary.json").read_text())
-    few = [
-        {**row, "protocol": f"linear-{share}", "labels": share / 100, "accuracy": 0.01 * share}
-        for row in summary["results"]
-        if row["protocol"] == "linear"
-        for share in (5, 10)
-    ]
     for row in summary["results"]:
         row |= {
             "balanced_accuracy": 0.5 + more,
@@ -36,7 +30,12 @@ def with_measures(path: Path, more: float, **changes: Any) -> Path:
             },
             **changes,
         }
-    summary["results"] += few
+    summary["results"] += [
+        {**row, "protocol": f"linear-{share}", "labels": share / 100, "accuracy": 0.01 * share}
+        for row in summary["results"]
+        if row["protocol"] == "linear"
+        for share in (5, 10)
+    ]
     (path / "summary.json").write_text(json.dumps(summary))
     return path
 
@@ -63,14 +62,34 @@ def test_the_page_of_a_run_has_intervals_and_sites(tmp_path: Path) -> None:
     ):
         assert words in text, words
     assert "independent" not in text
-    assert "linear probe, 5 % of the labels</td>" not in text  # its measures would fill the table
+    assert "linear probe, 5 % of the labels</td>" in text
     assert "too narrow" not in text
     other = {"what": "images", "units": 31, "resamples": 200}
     text = page.build(with_measures(make(tmp_path / "other"), 0.0, resampled=other)).read_text()
     assert "too narrow" in text
+    some = {"what": "patients and single images", "units": 31, "resamples": 200}
+    text = page.build(with_measures(make(tmp_path / "some"), 0.0, resampled=some)).read_text()
+    assert "Nothing tells which of the single images are of one patient" in text
     lone = {"what": "patients", "units": 1, "resamples": 0}
     told = with_measures(make(tmp_path / "lone"), 0.0, resampled=lone, intervals={})
     assert "of one patient (or group): there is no interval" in page.build(told).read_text()
+
+
+def test_what_was_measured_again_is_one_row(tmp_path: Path) -> None:
+    """As after ``furlong evaluate``, which repeats what the run has measured."""
+    run = with_measures(make(tmp_path / "run"), 0.0)
+    rows = json.loads((run / "summary.json").read_text())["results"]
+    again = [{**row, "auroc": 0.9375, "intervals": {}} for row in rows]
+    (run / "evaluations.json").write_text(json.dumps(again))
+    before, after = (
+        measures.of_run(results)[0].rows
+        for results in (tables.MeasuredRun.open(run).finished.results,
+                        tables.MeasuredRun.open(run).measured)
+    )  # fmt: skip
+    assert [row[:2] for row in after] == [row[:2] for row in before]
+    by_site = measures.of_run(tables.MeasuredRun.open(run).measured, ["EZ", "FG", "HT"])[1]
+    assert by_site.notes[-1] == "Without test images: FG, HT."
+    assert {row[4] for row in after} == {"0.938"}
 
 
 def test_tables_have_means_over_seeds(grid: Path) -> None:

@@ -220,7 +220,7 @@ def test_later_evaluations_are_columns(tmp_path: Path) -> None:
     assert list(map(formats.column_title, group.columns)) == [
         "kNN", "linear probe", "tuned in one place, 10 % of the labels",
         "tuned in one place on cifar100, 10 % of the labels",
-        "tuned in one place on folder:/a:b, epochs=5, 10 % of the labels", "transfer to mnist",
+        "tuned in one place on folder:a:b, epochs=5, 10 % of the labels", "transfer to mnist",
     ]  # fmt: skip
     assert group.own[0].cells["semi-10", 0.1].mean == 0.6
     # what stays on the clients is never in one table with what is put in one place

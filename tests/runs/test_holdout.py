@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from conftest import tiny
 from PIL import Image
 
+from furlong.core.payload import pack_tensors
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
 from furlong.runs import loop
@@ -62,6 +64,41 @@ def test_few_patients_are_told_with_a_remedy() -> None:
     assert "say little" not in words
     with pytest.raises(FurlongError, match=r"data\.test_images is 161, .* of the 200 training"):
         hold_out(few, settings(data__validation=True, data__test_images=161))
+
+
+def test_images_of_unknown_patients_are_not_called_patients() -> None:
+    """One DICOM file among 317 others tells nothing of these."""
+    one = images([317, *(-1 - k for k in range(317))])
+    held, rest, words = hold_out(one, settings())
+    assert len(held) == 31
+    assert re.search(r"[01] of 1 patients and 3[01] of 317 images of unknown patient", words)
+    assert "some may show the same person on both sides" in words
+    assert on_both_sides(one.subset(rest), one.subset(held)) is None
+    half = images([0] * 5 + [1] * 5 + [-1 - k for k in range(10)])
+    held, rest, words = hold_out(half, settings(data__validation=True, data__test_images=8))
+    sides = [set(half.subset(side).patients.tolist()) for side in (held, rest)]  # type: ignore[union-attr]
+    assert not sides[0] & sides[1]
+    assert f"{sum(k >= 0 for k in sides[0])} of 2 patients" in words
+    # where nobody is known it is as if there were no patients
+    plain, _, words = hold_out(images(None, n=100), settings())
+    held, _, same = hold_out(images([-1 - k for k in range(100)]), settings())
+    assert (held.tolist(), same) == (plain.tolist(), words)
+
+
+def test_a_run_that_starts_from_another_says_what_that_may_have_seen(tmp_path: Path) -> None:
+    many = images([k // 4 for k in range(100)])
+    _, _, plain = hold_out(many, settings())
+    assert "none of theirs is trained on." in plain
+    run, file = tmp_path / "first", tmp_path / "timm.safetensors"
+    run.mkdir()
+    (run / "encoder.json").write_text("{}")
+    file.write_bytes(pack_tensors({"a": torch.zeros(1)}, {}))
+    export = tmp_path / "export.safetensors"
+    export.write_bytes(pack_tensors({"a": torch.zeros(1)}, {"method": "fedu"}))
+    for source, ours in ((run, True), (export, True), (file, False), ("scenes", False)):
+        _, _, words = hold_out(many, settings(init=str(source)))
+        assert ("is trained on here (but " in words) == ours
+        assert str(tmp_path) not in words
 
 
 def test_the_last_patient_of_a_site_stays() -> None:
@@ -167,6 +204,7 @@ def test_an_unlabelled_run_is_watched_on_what_was_held_out(
     done = loop.run(given)
     assert done.summary["results"] == []
     assert done.summary["quality"]
+    assert "5 images of 1 of 12" in done.summary["held_out"]
     prepared = prepare(given)
     assert prepared.test is not None
     both = Images(prepared.train, prepared.test, prepared.setup.augment, 0)

@@ -182,8 +182,10 @@ def test_files_of_torch_are_read_and_never_run(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save({"conv1.weight": Harmful()}, path)
-    with pytest.raises(FurlongError, match="nothing of a file is executed"):
+    with pytest.raises(FurlongError, match="nothing of a file is executed") as error:
         initial.source(str(path))
+    assert "it asks for getattr" in str(error.value)
+    assert "weights_only" not in str(error.value)  # torch advises to run it all the same
     assert not (tmp_path / "ran").exists()
     path.write_bytes(b"no file of torch")
     with pytest.raises(FurlongError, match="damaged"):
@@ -312,11 +314,26 @@ def test_what_is_fixed_does_not_count(source: str) -> None:
     assert sizes == {"none": 44_713_888, "lora:4": 572_848}
 
 
-def test_export_merges_or_keeps_apart(source: str, tmp_path: Path) -> None:
+def test_export_merges_or_keeps_apart(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"model.adapter": "lora:2:4", "evaluate.probe": "none", "rounds": 1}
     run = loop.run(tiny(init=source, out=str(tmp_path / "run"), **options))
     export(run.folder, "safetensors")
-    apart = export(run.folder, "adapter")
+    apart = export(run.folder, "adapter", tmp_path / "lora")
+    assert sorted(file.name for file in (tmp_path / "lora").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.md"
+    ]  # fmt: skip
+    assert 'PeftModel.from_pretrained(base, "lora")' in apart.load
+    lines = apart.load.splitlines()
+    own = [each for each in lines if "peft" not in each.lower()]
+    monkeypatch.chdir(run.folder)
+    found: dict[str, Any] = {}
+    exec("\n".join(own), found)  # all but PEFT itself, which is not here
+    for name, tensor in weights().items():
+        assert torch.equal(found["base"].state_dict()[name], tensor)
+    with pytest.raises(FurlongError, match="is a file: --to adapter writes a folder"):
+        export(run.folder, "adapter", apart.path)
     merged = furlong.load_encoder(run.folder / "export/encoder.safetensors")
     factors, _ = unpack_tensors(apart.path.read_bytes())
     settings = json.loads((apart.path.parent / "adapter_config.json").read_text())

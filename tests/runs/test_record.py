@@ -79,7 +79,7 @@ def test_a_line_that_was_cut_off_ends_the_log(tmp_path: Path) -> None:
         ("tsne.json", '{"points": 1}', "plane", "points is not what it should be"),
         ("config.toml", "[method]\nname = 'fedu'", "settings", r"data\.name is missing"),
         ("config.toml", "method = 3", "settings", r"method\.name is missing"),
-        ("config.toml", "\xff", "toml", "cannot read"),
+        ("config.toml", "\xff", "settings", "cannot read"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, file: str, text: str, part: str, said: str) -> None:

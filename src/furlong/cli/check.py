@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from furlong.cli.common import MOST, console, counting
-from furlong.words import size
+from furlong.words import plural, size
 
 
 def check(
@@ -153,10 +153,15 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _of_patients(found: dict[str, Any]) -> str:
     """How many, and what that means for the hold-out."""
     number, both = found["patients"]["number"], found["patients"]["in_several_splits"]
+    unknown = found["patients"]["unknown"]
     volume = " (a volume counts as one)" if "NIfTI" in found["formats"] else ""
     text = f"{number:,}{volume}"
+    if unknown:
+        text += f", and {plural(unknown, 'image')} of unknown patient"
     if both:
         return f"{text}; WARNING: {both:,} of them have images in training and in test"
+    if unknown:
+        return f"{text}; WARNING: some of these may show one person in training and in test"
     if len(found["splits"]) > 1:
         return f"{text}, none in both training and test"
     return f"{text}; what a run holds out for evaluation is never a part of one"

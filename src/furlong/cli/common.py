@@ -145,7 +145,8 @@ def print_run(finished: Run) -> None:
         console.print(voters(record.settings["evaluate"]["k"]))
     if quality:
         console.print(RANK)
-    print_sheets(measures.of_run(record.finished.results))
+    sites = (record.split.names if record.split else None) or []
+    print_sheets(measures.of_run(record.finished.results, sites))
     if said := trouble(summary["method"], record.lines()):
         warn(said)
     console.print(
@@ -172,8 +173,11 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def print_skipped(skipped: list[Skipped]) -> None:
-    """Files that could not be read."""
-    for each in skipped[:MOST]:
+    """Files that could not be read, a line for each."""
+    from furlong.data.reading import by_file
+
+    files = by_file(skipped)
+    for each in files[:MOST]:
         err.print(f"skipped {each.name}: {each.reason}", soft_wrap=True)
-    if len(skipped) > MOST:
-        err.print(f"… and {len(skipped) - MOST:,} more")
+    if len(files) > MOST:
+        err.print(f"… and {len(files) - MOST:,} more")

@@ -31,7 +31,8 @@ def export(
         timm's names, for ResNets), or adapter (the matrices A and B of --model.adapter alone, for
         PEFT; all others have them merged into the weights).
     out
-        The file (default: in RUN/export). The card lies beside it and has .md added to the name.
+        The file (default: in RUN/export); of an adapter the folder. The card lies beside the file
+        and has .md added to the name.
     pixels
         ONNX: take uint8 images and normalise them in the graph, instead of normalised floats.
     force

@@ -73,6 +73,8 @@ def opened(data: bytes | Path) -> Iterator[Image.Image]:
         raise Unusable("decompression bomb; the limit is 50 megapixels") from None
     except PermissionError:
         raise Unusable("unreadable: permission denied") from None
+    except FileNotFoundError:
+        raise Unusable("there is no such file") from None
     except UnidentifiedImageError:
         raise Unusable(f"not an image in an accepted format ({', '.join(FORMATS)})") from None
     except Exception as error:  # Pillow's decoders raise almost every type on hostile input
@@ -87,6 +89,7 @@ def upright(image: Image.Image) -> tuple[int, int]:
 
 
 _OTHERS = {reader.NAME: reader for reader in (dicom, nifti, arrays)}  # what Pillow does not read
+IN_PARTS = (dicom.NAME, nifti.NAME)  # every frame or slice of which is an image of its own
 HEAD = 352  # bytes of a file by which its kind is known
 
 

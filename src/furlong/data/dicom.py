@@ -127,7 +127,7 @@ def _header(path: Path) -> Any:
         from pydicom import dcmread
         from pydicom.filereader import read_file_meta_info
     except ImportError:
-        raise Unusable("a DICOM file; to read it: pip install furlong-fl[medical]") from None
+        raise Unusable("a DICOM file; to read it: pip install pydicom") from None
     logging.getLogger("pydicom").setLevel(logging.CRITICAL)  # it may quote values of a file
     syntax = str(read_file_meta_info(path).get("TransferSyntaxUID", ""))
     if syntax == _DEFLATED:

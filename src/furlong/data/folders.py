@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from furlong.data import dicom, nifti
-from furlong.data.decode import HEAD, sniff
+from furlong.data.decode import HEAD, IN_PARTS, sniff
 from furlong.data.reading import MAX_FILE_BYTES, PLAIN, Frame, Reading, Skipped, Unusable, printable
 from furlong.data.sources import IntArray, NoSplit, Source, in_blocks, kinship, numbered
 from furlong.errors import FurlongError
@@ -203,7 +203,7 @@ def images_in(name: str, path: Path, roots: Sequence[Path], how: Reading) -> lis
         why = getattr(error, "strerror", None) or "symbolic link loop"
         raise Unusable(f"unreadable: {why}") from None
     kind = sniff(head, path.name)
-    most = MAX_MEDICAL_BYTES if kind in (dicom.NAME, nifti.NAME) else MAX_FILE_BYTES
+    most = MAX_MEDICAL_BYTES if kind in IN_PARTS else MAX_FILE_BYTES
     if info.st_size > most:
         size, limit = info.st_size / 1e6, most / 1e6
         raise Unusable(f"file of {size:.0f} MB; the limit is {limit:.0f} MB")

@@ -20,7 +20,7 @@ from torch import Tensor
 from furlong.data import named
 from furlong.data.cache import Pixels, Plan, decoded, first_size
 from furlong.data.decode import OtherSize
-from furlong.data.reading import PLAIN, Reading, Skipped
+from furlong.data.reading import PLAIN, Reading, Skipped, by_file
 from furlong.data.sources import IntArray, NoSplit, Source, places
 from furlong.errors import FurlongError, nearest
 
@@ -55,7 +55,8 @@ class ImageSet:
         groups: int64 N, the natural owner (client) of each image, an index into ``group_names``.
         group_names: names of the owners.
         patients: int64 N; images with the same number show one patient (or what ``holdout_by``
-            names), and belong on one side of any split. None if each stands for itself.
+            names), and belong on one side of any split. An image of which nobody knows whose it is
+            has a negative number of its own. None if that holds for all.
         weights: int64 N, how often each counts in training; None: once.
         name: what was loaded.
         skipped: images that were met but could not be used.
@@ -93,7 +94,7 @@ class ImageSet:
                     f"{values.dtype} of shape {tuple(values.shape)}."
                 )
             low, high = (int(values.min()), int(values.max())) if len(values) else (0, -1)
-            if low < 0 or (names and high >= len(names)):
+            if (low < 0 and what != "patients") or (names and high >= len(names)):
                 allowed = f"between 0 and {len(names) - 1}" if names else "not negative"
                 raise FurlongError(
                     f"{self.name}: {what} run from {low} to {high}; they must be {allowed}."
@@ -279,7 +280,7 @@ def _build(
     if empty:
         source.notes.append(f"{empty:,} empty slices of volumes were left out.")
     unusable = [each for each in bad.values() if not each.is_empty]
-    skipped = sorted([*source.skipped, *unusable], key=lambda each: each.name)
+    skipped = by_file([*source.skipped, *unusable])
     if strict and skipped:
         lines = "".join(f"\n  {each.name}: {each.reason}" for each in skipped[:10])
         more = f"\n  … and {len(skipped) - 10} more" if len(skipped) > 10 else ""

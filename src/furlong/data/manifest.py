@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def manifest(
     mine = _found(table, roots, how, [row for row, each in enumerate(splits) if each == split])
     others = [row for row, each in enumerate(splits) if each != split]
     source = _source(table, split, group_by, how, mine, others)
-    source.patients = _patients(table, holdout_by, roots, how, mine, others)
+    source.patients = _patients(table, holdout_by, roots, how, mine, others, source.notes)
     return source
 
 
@@ -146,29 +147,45 @@ def _patients(
     how: Reading,
     mine: _Images,
     others: list[int],
+    notes: list[str],
 ) -> IntArray | None:
     """Whose image each is: by the column that was named or is called so, else by the files."""
-    column = patient_column(table.name, holdout_by, [*table.columns])
+    column = patient_column(table.name, holdout_by, [*table.columns], notes)
     if column is not None:
+        empty = _empty(table, column, mine.rows)
         if column == holdout_by:
             _require_filled(table, column, mine.rows)
+        elif empty and len(empty) < len(set(mine.rows)):
+            notes.append(
+                f"warning: column {column!r} is empty in {len(empty):,} of "
+                f"{len(set(mine.rows)):,} rows, the first in line {table.lines[empty[0]]}: nothing "
+                "tells whose these images are. Fill it in, or leave these rows out."
+            )
         rows = [*mine.rows, *others]
         kin = [table.columns[column][row] for row in rows]
     else:
         rest = _found(table, roots, how, others)
         every, rows = [*mine.found, *rest.found], [*mine.rows, *rest.rows]
         files = [str(each.file) for each in every]
-        twice = len(set(files)) < len(files)  # several slices, or a file that is named twice
-        kin = [each.kin or (file if twice else "") for each, file in zip(every, files, strict=True)]
+        times = Counter(files)  # several slices, or a file that is named twice
+        kin = [
+            each.kin or (file if times[file] > 1 else "")
+            for each, file in zip(every, files, strict=True)
+        ]
     return kinship(kin, [f"{row:012d}" for row in rows], len(mine.found))
+
+
+def _empty(table: _Table, column: str, rows: Sequence[int]) -> list[int]:
+    """Those of ``rows`` that say nothing there, each once; slices of a volume have the same row."""
+    return [row for row in dict.fromkeys(rows) if not table.columns[column][row]]
 
 
 def _require_filled(table: _Table, column: str, rows: Sequence[int]) -> None:
     require_column(table.name, column, [*table.columns])
-    empty = [row for row in rows if not table.columns[column][row]]
+    empty = _empty(table, column, rows)
     if empty:
         raise FurlongError(
-            f"{table.name}: column {column!r} is empty in {len(set(empty)):,} row(s), the first in "
+            f"{table.name}: column {column!r} is empty in {len(empty):,} row(s), the first in "
             f"line {table.lines[empty[0]]}. Fill it in, or leave these rows out."
         )
 

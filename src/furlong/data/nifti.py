@@ -123,7 +123,7 @@ def _library() -> Any:
     try:
         import nibabel
     except ImportError:
-        raise Unusable("a NIfTI volume; to read it: pip install furlong-fl[medical]") from None
+        raise Unusable("a NIfTI volume; to read it: pip install nibabel") from None
     return nibabel
 
 

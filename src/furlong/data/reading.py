@@ -7,7 +7,7 @@ values that becomes 0 to 255; what is below is black, what is above is white.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +38,22 @@ class Skipped:
     def is_empty(self) -> bool:
         """A slice of a volume that shows nothing: nothing is wrong with the file."""
         return self.reason == EMPTY
+
+
+def by_file(skipped: Iterable[Skipped]) -> list[Skipped]:
+    """Sorted by name; images of one file (``NAME#k``) with the same reason count as one."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in skipped:
+        file, mark, index = each.name.rpartition("#")
+        of_file = bool(mark) and index.isascii() and index.isdigit()
+        found.setdefault((file if of_file else each.name, each.reason), []).append(each.name)
+    lines = [
+        Skipped(names[0], reason)
+        if len(names) == 1
+        else Skipped(file, f"{reason}, {len(names):,} images of it")
+        for (file, reason), names in found.items()
+    ]
+    return sorted(lines, key=lambda each: each.name)
 
 
 class Unusable(Exception):

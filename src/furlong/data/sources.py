@@ -44,7 +44,7 @@ class Source:
     classes: tuple[str, ...] = ()
     groups: IntArray | None = None
     group_names: tuple[str, ...] = ()
-    patients: IntArray | None = None  # whose image each is, if that is known
+    patients: IntArray | None = None  # whose image each is, as in `ImageSet`
     weights: IntArray | None = None  # how often each counts in training; None: once
     how: Reading = PLAIN
     skipped: list[Skipped] = field(default_factory=list)
@@ -76,9 +76,10 @@ def numbered(values: Sequence[Any], count: int) -> tuple[IntArray, tuple[str, ..
 def kinship(kin: Sequence[str], keys: Sequence[str], count: int) -> IntArray | None:
     """The first ``count`` of ``kin`` as numbers; None if all are "".
 
-    Images of which nothing is known ("") have a number each. Numbers follow the least of ``keys``
-    (which are all different) of those that belong together, so that they are the same for every
-    split and in every process; the digests of DICOM files are not.
+    Images of which nothing is known ("") have a negative number each: nobody may take them for
+    patients. Numbers follow the least of ``keys`` (which are all different) of those that belong
+    together, so that they are the same for every split and in every process; the digests of DICOM
+    files are not.
     """
     if not any(kin):
         return None
@@ -87,6 +88,7 @@ def kinship(kin: Sequence[str], keys: Sequence[str], count: int) -> IntArray | N
     for each, key in zip(own, keys, strict=True):
         least[each] = min(key, least.get(each, key))
     number = {each: place for place, each in enumerate(sorted(least, key=least.__getitem__))}
+    number |= {each: -1 - place for each, place in number.items() if each.startswith("\0")}
     return np.array([number[each] for each in own[:count]], dtype=np.int64)
 
 
@@ -96,10 +98,22 @@ def require_column(name: str, column: str, columns: Sequence[str]) -> None:
         raise FurlongError(f"{name} has no column {column!r}. {nearest(column, columns)}")
 
 
-def patient_column(name: str, holdout_by: str, columns: Sequence[str]) -> str | None:
-    """The column that says whose image is whose, if there is one."""
+PATIENT = ("patient", "patient_id")
+
+
+def patient_column(
+    name: str, holdout_by: str, columns: Sequence[str], notes: list[str]
+) -> str | None:
+    """The column that says whose image is whose, if there is one; ``notes``: one that may."""
     if holdout_by in ("auto", "image"):  # by image, too: a leak is worth a warning
-        return next((c for c in ("patient", "patient_id") if c in columns), None)
+        found = next((c for c in PATIENT if c in columns), None)
+        alike = [c for c in columns if c.strip().lower().replace(" ", "_") in PATIENT]
+        if found is None and alike:
+            notes.append(
+                f"column {printable(alike[0])!r} is passed over: if it tells whose images are "
+                f"whose, call it {PATIENT[0]!r}, or give --data.holdout-by {printable(alike[0])!r}."
+            )
+        return found
     require_column(name, holdout_by, columns)
     return holdout_by
 

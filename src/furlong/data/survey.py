@@ -17,7 +17,16 @@ import numpy as np
 
 from furlong.data.decode import Item, decode, facts, many
 from furlong.data.images import OWN, own_images
-from furlong.data.reading import MAX_FILE_BYTES, PLAIN, Frame, Place, Reading, Skipped, Unusable
+from furlong.data.reading import (
+    MAX_FILE_BYTES,
+    PLAIN,
+    Frame,
+    Place,
+    Reading,
+    Skipped,
+    Unusable,
+    by_file,
+)
 from furlong.data.sources import PREFIXES, NoSplit, Source
 from furlong.errors import FurlongError
 
@@ -129,7 +138,7 @@ def survey(asked: Asked, show: Callable[[int, int], None] | None = None) -> list
                 done += count
                 if show is not None:
                     show(done, total)
-            part.skipped.sort(key=lambda each: each.name)
+            part.skipped = by_file(part.skipped)
             found.append(part)
     if not any(part.seen or part.skipped for part in found):
         raise FurlongError(f"{asked.name}: there is no file in it.")

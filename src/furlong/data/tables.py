@@ -93,9 +93,14 @@ def table(
         if group_by is not None:
             require_column(name, group_by, columns)
             source.groups, source.group_names = _categories(name, group_by, data, others)
-        patient = patient_column(name, holdout_by, columns)
+        patient = patient_column(name, holdout_by, columns, source.notes)
         if patient is not None:
-            source.patients, _ = _categories(name, patient, data, others)
+            source.patients, names = _categories(name, patient, data, others)
+            if any(not each.strip() for each in names):
+                raise FurlongError(
+                    f"{name}: column {patient!r} is empty in some rows, so nothing tells whose "
+                    "these images are. Fill it in, leave them out, or rename the column."
+                )
     return source
 
 

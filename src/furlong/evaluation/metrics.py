@@ -46,7 +46,9 @@ def grade(
     found: dict[str, Any] = {name: whole[name] for name in MEASURES[1:] if name in whole}
     units, what = rows, "images"
     if test.patients is not None:
-        units, what = test.patients[rows], "patients"
+        units = test.patients[rows]
+        known = units >= 0
+        what = "patients" if known.all() else "patients and single images" if known.any() else what
     units = torch.unique(units, return_inverse=True)[1]
     count = int(units.max()) + 1
     found["resampled"] = {"what": what, "units": count, "resamples": 0}

@@ -5,21 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from furlong.core.aggregation import ServerSettings
 from furlong.core.payload import by_field
 from furlong.errors import FurlongError
 from furlong.methods import METHODS
+from furlong.reports import measures
 from furlong.reports.page import ENCODERS
 from furlong.reports.parts import budget, traffic
 from furlong.reports.rendering import render
 from furlong.reports.tables import by_encoder
-from furlong.runs.config import RANDOM
+from furlong.runs.config import RANDOM, short
 from furlong.runs.cost import sent_by, without_data
-from furlong.runs.initial import HUB
-from furlong.runs.record import RunRecord, Split, Summary
+from furlong.runs.record import Result, RunRecord, Split, Summary, parse
 from furlong.words import percent
 
 THIS = "client 0 alone"  # whose encoder is kept where every client has its own
@@ -52,6 +51,7 @@ def write(
         "rule": _rule(run.settings.get("server", {})),
         "columns": by_encoder(run.finished.results)[0],
         "results": list(_results(run.finished)),
+        "beside": measures.of_run(run.finished.results)[:1],  # not by site: no names of clients
         "budget": budget(run.finished.privacy, run.secured) if run.finished.privacy else None,
         "since": list(_since(run.evaluations)),
         "traffic": traffic(run.lines()) if federated else None,
@@ -70,9 +70,7 @@ def _rule(server: Mapping[str, Any]) -> str:
 def _initial(model: Mapping[str, Any]) -> str:
     """Where the weights came from that training started from, without the path; else empty."""
     source = str(model.get("init") or "")
-    if source == RANDOM:
-        return ""
-    return source if source.startswith(HUB) else Path(source).name
+    return "" if source == RANDOM else short(source)
 
 
 def _sizes(split: Split | None) -> str:
@@ -102,21 +100,17 @@ def _since(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
             continue
         data, given = str(row.get("data", "")), dict(row.get("settings") or {})
         given.pop("seed" if "run.seed" in given else "", None)  # the same number
-        if "data.name" in given:
-            given["data.name"] = short(str(given["data.name"]))
+        given = {k: short(v) if isinstance(v, str) else v for k, v in given.items()}
         protocol = str(row.get("protocol", ""))
         if data:
             protocol = protocol.replace(data, short(data))
         result = ", ".join(f"{k.replace('_', ' ')} {row[k]:.3g}" for k in QUALITY if k in row)
         if isinstance(row.get("accuracy"), float):
-            result = percent(row["accuracy"], row.get("std"))
+            found = parse(Result, row, "evaluations.json")
+            result = percent(found.accuracy, found.std)
+            if found.auroc is not None:
+                result += f", AUROC {measures.cell(found, 'auroc')}"
         yield who, protocol, result, ", ".join(f"{name} {value}" for name, value in given.items())
-
-
-def short(name: str) -> str:
-    """A data set's name without the path to it, which may say more than it should."""
-    kind, colon, place = name.partition(":")
-    return f"{kind}:{Path(place).name}" if colon else kind
 
 
 def _fields(

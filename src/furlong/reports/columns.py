@@ -8,7 +8,7 @@ from typing import Any
 
 from furlong.evaluation.linear import RECIPES
 from furlong.reports import printed
-from furlong.runs.config import is_place
+from furlong.runs.config import is_place, short
 from furlong.runs.record import Result
 
 PROTOCOLS = {
@@ -79,8 +79,8 @@ def column_title(column: Key) -> str:
     name, share = column
     word, target, options, elsewhere = printed.parts(name)
     title = PROTOCOLS.get(kind_of(name), word)
-    title += f" {target}" if target else ""
-    title += f" on {elsewhere}" if elsewhere else ""
+    title += f" {short(target)}" if target else ""
+    title += f" on {short(elsewhere)}" if elsewhere else ""
     title += "".join(f", {option}" for option in options)
     return title if share == 1 else f"{title}, {100 * share:g} % of the labels"
 

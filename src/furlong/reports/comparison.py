@@ -14,6 +14,7 @@ from furlong.reports.columns import Key, column_title
 from furlong.reports.figures import Drawing
 from furlong.reports.rendering import render
 from furlong.reports.tables import Group, TableRow
+from furlong.runs.config import short
 from furlong.runs.folder import write_file
 from furlong.runs.record import Line
 from furlong.words import duration, percent, plural, size
@@ -81,7 +82,7 @@ def _headline(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         "title": " and ".join(plural(n, word) for word, n in counts.items() if n),
         "methods": list(names),
-        "data": list(dict.fromkeys(str(group.setting["data.name"]) for group in groups)),
+        "data": list(dict.fromkeys(short(str(group.setting["data.name"])) for group in groups)),
         "runs": len({run.path for row in rows for run in row.runs}),
         "settings": sum(not group.more for group in groups),
         "tiles": list(_tiles(groups[0])),

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from furlong.data.decode import decode, facts, many
+from furlong.data.decode import IN_PARTS, decode, facts, many
 from furlong.data.folders import Found as FoundImage
-from furlong.data.folders import scan
+from furlong.data.folders import place_of, scan
 from furlong.data.manifest import every_image
 from furlong.data.reading import ByteArray, Place, Reading, Skipped, Unusable, printable
 from furlong.errors import FurlongError
@@ -61,17 +61,23 @@ class Embedder:
         return features(self._encoder, torch.from_numpy(np.stack(pixels)), transform, BATCH)
 
     def read(self, data: Place) -> _Read:
-        """An image file as the encoder takes it, and its own width and height."""
+        """An image file as the encoder takes it, and its own width and height.
+
+        Of a file that holds several images, such as the slices of a volume, one must be named.
+        """
         seen = facts(data, self.how)
+        if isinstance(data, Path) and seen.frames > 1 and seen.format in IN_PARTS:
+            raise Unusable(
+                f"it holds {seen.frames:,} images. Name one of them, such as "
+                f"{printable(data.name)}#{seen.frames // 2}; 'furlong embed' takes all"
+            )
         pixels = decode(data, (self.size, self.size), how=self.how)
         return _Read(seen.width, seen.height, pixels)
 
     def one(self, path: Path) -> Tensor:
-        """The feature d of one file."""
-        if not path.is_file():
-            raise FurlongError(f"there is no image file {path}.")
+        """The feature d of one file, or of the slice or frame k of a file: ``PATH#k``."""
         try:
-            return self([self.read(path).pixels])[0]
+            return self([self.read(place_of(Path(), str(path))).pixels])[0]
         except Unusable as why:
             raise FurlongError(f"{path} cannot be read: {why}.") from None
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.data.decode import many
+from furlong.data.folders import place_of
 from furlong.data.reading import ByteArray, Skipped, printable
 from furlong.errors import FurlongError
 from furlong.files import replacing, require_free
@@ -63,8 +64,11 @@ class Encoder(_Base):
 
     ``run``: a run folder, a file of ``furlong export --to safetensors``, or a folder of
     :meth:`save_pretrained`. ``batch_size``: images at a time. Images are paths of files, or uint8
-    arrays N×C×H×W or N×H×W×C (NumPy or torch), of any size. ``fit`` learns nothing: it reads the
-    encoder, and ``transform`` does so by itself where nobody has called it.
+    arrays N×C×H×W or N×H×W×C (NumPy or torch), of any size. Of a file that holds several images,
+    ``PATH#k`` is the slice or frame k. A file that cannot be read is an error, since a row that is
+    left out would shift the labels: ``furlong embed`` leaves such files out and has the path in
+    every row. ``fit`` learns nothing: it reads the encoder, and ``transform`` does so by itself
+    where nobody has called it.
     """
 
     def __init__(self, run: str | os.PathLike[str] = "", *, batch_size: int = 128) -> None:
@@ -147,10 +151,13 @@ class Encoder(_Base):
         with many(embedder.read) as read_all:
             for start in range(0, len(paths), BLOCK):
                 part = paths[start : start + BLOCK]
-                found = read_all([(printable(str(path)), path) for path in part])
+                found = read_all([(printable(str(p)), place_of(Path(), str(p))) for p in part])
                 for each in found:
                     if isinstance(each, Skipped):  # a row that is left out would shift the labels
-                        raise FurlongError(f"{each.name} cannot be read: {each.reason}.")
+                        raise FurlongError(
+                            f"{each.name} cannot be read: {each.reason}. 'furlong embed' writes "
+                            "the features of all images that can, with their paths."
+                        )
                 rows += self._of([each.pixels for each in found if not isinstance(each, Skipped)])
         return np.concatenate([self._none, *rows])
 

@@ -31,6 +31,7 @@ from furlong.nn.lora import A, Rank
 from furlong.nn.vit import Block, VisionTransformer
 from furlong.reports import card as cards
 from furlong.reports.rendering import render
+from furlong.runs.config import short
 from furlong.runs.record import RunRecord
 from furlong.runs.saved_encoder import load_encoder, read_encoder, read_weights
 
@@ -39,7 +40,7 @@ FILES: dict[str, str] = {
     "safetensors": "encoder.safetensors",
     "onnx": "encoder.onnx",
     "timm": "encoder-timm.safetensors",
-    "adapter": "adapter_model.safetensors",  # as PEFT calls it
+    "adapter": "adapter/adapter_model.safetensors",  # as PEFT calls it, in a folder of its own
 }
 OPSET = 18  # the one in which torch's translations are written; runtimes know it since early 2023
 TOLERANCE = 1e-5  # of a feature, or relative to the largest one where that is above 1
@@ -72,6 +73,10 @@ def export(
     if run.is_file():
         raise FurlongError(f"{run} is a file: export takes a run folder, which the card describes.")
     path = out or run / "export" / FILES[to]
+    if to == "adapter" and out is not None:
+        if out.is_file():
+            raise FurlongError(f"{out} is a file: --to adapter writes a folder, as PEFT reads it.")
+        path = out / Path(FILES[to]).name
     require_free(path, force)  # first: a folder like "." has no name to which one could add
     card = path.with_name(f"{path.name}.md")
     require_free(card, force)
@@ -88,7 +93,7 @@ def export(
     else:
         data, checked = _safetensors(weights, described, _timm(about) if to == "timm" else {})
     _store(path, data, force)
-    load = _loading(to, path.name, described, weights, pixels)
+    load = _loading(to, path, described, weights, pixels)
     text = cards.write(RunRecord.open(run), path.name, data, to, described, checked, load)
     _store(card, text.encode(), force)
     return Exported(path, card, len(data), checked, load)
@@ -103,7 +108,7 @@ def describe(about: dict[str, Any]) -> dict[str, str]:
     except KeyError as error:
         raise FurlongError(f"the run's encoder.json lacks {error}.") from None
     found = {key: str(value) for key, value in about.items()}
-    found["data"] = cards.short(data)
+    found["data"] = short(data)
     for key, name in (("method", method), ("encoder", encoder)):
         found[key] = Path(name).name if ":" in name else name  # file.py:name
     mean, std = recipe.mean, recipe.std
@@ -318,12 +323,14 @@ def _forget_origin(graph: Any) -> None:
 # ---------------------------------------------------------------- how to load it
 
 
-def _loading(to: str, name: str, about: dict[str, str], weights: Weights, pixels: bool) -> str:
+def _loading(to: str, path: Path, about: dict[str, str], weights: Weights, pixels: bool) -> str:
     """Python that loads the file and encodes; ``pixels`` there are uint8 images."""
     base = _timm(about)["timm"] if to == "timm" else None
     contents = {
         "to": to,
-        "file": json.dumps(name, ensure_ascii=False),
+        "file": json.dumps(path.name, ensure_ascii=False),
+        "folder": json.dumps(path.parent.name or ".", ensure_ascii=False),
+        "about": about,
         "encoder": about["encoder"],
         "pixels": pixels,
         "normalised": _normalising(about),

@@ -41,14 +41,20 @@ class Sheet:
     notes: list[str]
 
 
-def of_run(results: Sequence[Result]) -> list[Sheet]:
-    """Of one run's results: every protocol's measures with intervals, then every site's."""
-    rows = [row for row in results if _is_row(row)]
+def of_run(results: Sequence[Result], sites: Iterable[str] = ()) -> list[Sheet]:
+    """Of one run's results: every protocol's measures with intervals, then every site's.
+
+    ``sites``: the names of all, of which some may have no test images.
+    Of what was measured twice the last counts. Clients that each trained alone, who may be many,
+    are left out.
+    """
+    last = {(row.who, row.protocol, row.labels): row for row in results}.values()
+    rows = [row for row in last if not row.who.endswith(" alone")]
     shown = [row for row in rows if row.balanced_accuracy is not None]
     if not shown:
         return []
     cells = [
-        [row.who, column_title((row.protocol, row.labels)), *(_cell(row, m) for m in MEASURES)]
+        [row.who, column_title((row.protocol, row.labels)), *(cell(row, m) for m in MEASURES)]
         for row in shown
     ]
     sheet = Sheet(
@@ -57,15 +63,10 @@ def of_run(results: Sequence[Result]) -> list[Sheet]:
         cells,
         [MEANING, *_intervals(shown)],
     )
-    return [sheet, *_sites_of_run(shown)]
+    return [sheet, *_sites_of_run(shown, sites)]
 
 
-def _is_row(row: Result) -> bool:
-    """Neither of clients that each trained alone, who may be many, nor of few labels."""
-    return not row.who.endswith(" alone") and row.labels == 1
-
-
-def _cell(row: Result, name: str) -> str:
+def cell(row: Result, name: str) -> str:
     """A measure with its interval."""
     value: float | None = getattr(row, name)
     if value is None:
@@ -103,20 +104,24 @@ def _intervals(rows: Sequence[Result]) -> Iterator[str]:
             f"({max(n for _, n in counts):,} resamples)."
         )
         if what != "patients":
+            some = "which images" if what == "images" else "which of the single images"
             yield (
-                "Nothing tells which images are of one patient. If some are, the intervals are too "
+                f"Nothing tells {some} are of one patient. If some are, the intervals are too "
                 "narrow."
             )
 
 
-def _sites_of_run(rows: Sequence[Result]) -> Iterator[Sheet]:
+def _sites_of_run(rows: Sequence[Result], sites: Iterable[str]) -> Iterator[Sheet]:
     main = _main([(row.protocol, row.labels) for row in rows if row.sites])
     own = [row for row in rows if (row.protocol, row.labels) == main and row.sites]
     if main is None or not own:
         return
     counts = {name: int(one["images"]) for name, one in own[0].sites.items()}
     cells = {row.who: {n: _both(one, {}) for n, one in row.sites.items()} for row in own}
-    yield _site_sheet(main, counts, cells, "encoder")
+    sheet = _site_sheet(main, counts, cells, "encoder")
+    if absent := [name for name in sites if name not in counts]:
+        sheet.notes.append(f"Without test images: {', '.join(absent)}.")
+    yield sheet
 
 
 def _main(columns: Iterable[Key]) -> Key | None:

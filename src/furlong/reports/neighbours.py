@@ -42,7 +42,7 @@ def page(
     ]
     contents = {
         "query": printable(query.name),
-        "image": thumbnail(query, how),
+        "image": thumbnail(place_of(Path(), str(query)), how),
         "cards": cards,
         "found": found,
         "about": about,
@@ -54,17 +54,19 @@ def page(
 def without_query(
     found: Found, k: int, query: Path, root: Path, how: Reading, files_in: str | None = None
 ) -> Found:
-    """At most ``k`` of the nearest, without the file ``query`` itself; the rest as for a page."""
+    """At most ``k`` of the nearest, without the image ``query`` itself; the rest as for a page."""
     files = _files(root, [each.path for each in found.nearest], files_in, how)
-    asked = query.resolve()
-    others = [each for each in found.nearest if not _is_file(files[each.path], asked)]
+    asked = _resolved(place_of(Path(), str(query)))
+    others = [each for each in found.nearest if _resolved(files[each.path]) != asked]
     if not others:
         raise FurlongError(f"{query} is the only image in {root}: there are no others.")
     return replace(found, nearest=others[:k])
 
 
-def _is_file(place: Path | Frame, asked: Path) -> bool:
-    return isinstance(place, Path) and place.resolve() == asked
+def _resolved(place: Path | Frame) -> Path | Frame:
+    if isinstance(place, Frame):
+        return replace(place, path=place.path.resolve())
+    return place.resolve()
 
 
 def _files(

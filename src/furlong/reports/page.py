@@ -12,6 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from furlong.methods import METHODS
 from furlong.reports import figures, measures, parts, tables
 from furlong.reports.columns import Key, column_title, kind_of
@@ -19,7 +21,7 @@ from furlong.reports.figures import Drawing
 from furlong.reports.formats import RANK, voters
 from furlong.reports.rendering import render
 from furlong.reports.tables import MeasuredRun
-from furlong.runs.config import WITHOUT
+from furlong.runs.config import WITHOUT, short
 from furlong.runs.folder import write_file
 from furlong.runs.record import UNTRAINED, Line, damaged
 from furlong.words import percent, size
@@ -62,16 +64,20 @@ def build(
     """
     record = MeasuredRun.open(run)
     lines = record.lines()
+    place, settings = Path(short(str(run))), _shown(record.settings)
     contents: dict[str, Any] = {
         "run": record,
+        "config": settings,
+        "toml": tomli_w.dumps(settings),
         "summary": record.summary,
-        "quoted": shlex.quote(str(run)),
-        "quoted_config": shlex.quote(str(run / "config.toml")),
+        "place": str(place),
+        "quoted": shlex.quote(str(place)),
+        "quoted_config": shlex.quote(str(place / "config.toml")),
         "done": lines[-1].round + 1 if lines else 0,
         "rounds_seen": len({line.round for line in lines}),
         "bound": _bound(record.bound),
         "results": list(_results(record)),
-        "beside": measures.of_run(record.measured),
+        "beside": measures.of_run(record.measured, _sites(record)),
         "few_labels": list(_few_labels(record)),
         "headline": _headline(record),
         "printed": list(_printed(record)),
@@ -93,6 +99,15 @@ def build(
         drawn = (contents[name] for name in ("few_labels", "curves", "reasons", "split"))
         figures.save_all(chain.from_iterable(drawn), drawings)
     return run / "report.html"
+
+
+def _shown(value: Any) -> Any:
+    """Settings without the folders of this machine: a page without images can be shown."""
+    if isinstance(value, Mapping):
+        return {key: _shown(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return short(value) if isinstance(value, str) else value
 
 
 def _bound(bound: str) -> str | None:
@@ -292,9 +307,8 @@ def _plane(run: MeasuredRun) -> Iterator[Drawing]:
     kept = run.plane
     if kept is None:
         return
-    sites = (run.split.names if run.split else None) or []
     try:
-        figure = figures.plane(kept.points, kept.labels, kept.clients, kept.classes, sites)
+        figure = figures.plane(kept.points, kept.labels, kept.clients, kept.classes, _sites(run))
     except (TypeError, ValueError, IndexError):
         raise damaged(run.path / kept.file, "move it away, or make a map with --tsne") from None
     coloured = "client" if kept.labels is None else "class, marks tell the client that holds it"
@@ -306,6 +320,11 @@ def _plane(run: MeasuredRun) -> Iterator[Drawing]:
         f"Colours tell the {coloured}. {how[1]}",
         Path(kept.file).stem,
     )
+
+
+def _sites(run: MeasuredRun) -> list[str]:
+    """The names of the clients, if they have any."""
+    return (run.split.names if run.split else None) or []
 
 
 def _points(lines: Sequence[Line], name: str) -> list[tuple[int, Any]]:

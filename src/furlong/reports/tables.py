@@ -20,7 +20,7 @@ from furlong.errors import FurlongError, nearest
 from furlong.reports import printed
 from furlong.reports.columns import PROTOCOLS, Key, kind_of, measured_by, word
 from furlong.reports.significance import FEWEST, Difference, holm, paired
-from furlong.runs.config import RANDOM, Config, all_facts
+from furlong.runs.config import RANDOM, Config, all_facts, short
 from furlong.runs.grid import GRID
 from furlong.runs.record import UNTRAINED, Result, RunRecord
 from furlong.words import plural
@@ -396,7 +396,8 @@ def _title(setting: Mapping[str, Any], runs: Sequence[MeasuredRun]) -> str:
     images = setting["data.images"] or max(run.finished.images for run in runs)
     share = setting["train.fraction"]
     return (
-        f"{setting['data.name']}, {images:,} images · partition {setting['data.partition']}, "
+        f"{short(setting['data.name'])}, {images:,} images · "
+        f"partition {setting['data.partition']}, "
         f"{setting['data.clients']} clients · encoder {setting['model.encoder']} · "
         f"{plural(setting['train.rounds'], 'round')} of {plural(setting['train.epochs'], 'epoch')}"
         + ("" if share == 1 else f" · {100 * share:g} % of the clients per round")

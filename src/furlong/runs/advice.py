@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from furlong.data.cache import AUTO_CACHE_BYTES
+from furlong.data.decode import IN_PARTS
 from furlong.data.duplicates import Group, duplicates, near_duplicates
 from furlong.data.reading import Reading
 from furlong.data.survey import Asked, Part, Seen
@@ -21,7 +22,6 @@ SEEN = 32  # pixels that the encoder small takes in at once (31): of more it see
 METHOD = config.MethodSettings.name  # our recipe: the best of small sets (docs/recipe.md)
 STEPS = 600  # of a client in a run; its usual settings were chosen with about as many
 MOST_ROUNDS = 200
-IN_PARTS = ("DICOM", "NIfTI")  # every frame or slice of which is an image of its own
 
 
 def summarise(asked: Asked, parts: list[Part]) -> dict[str, Any]:
@@ -62,12 +62,18 @@ def summarise(asked: Asked, parts: list[Part]) -> dict[str, Any]:
 
 
 def _patients(parts: list[Part]) -> dict[str, int] | None:
-    """How many there are, and how many have images in several splits; None if nobody knows."""
-    each = [set(part.patients) for part in parts if part.patients]
-    if not each:
+    """How many there are, how many images are of unknown ones, and how many have images in several
+    splits; None if nobody knows.
+    """
+    each = [{patient for patient in part.patients if patient >= 0} for part in parts]
+    if not any(each):
         return None
     every = Counter(patient for some in each for patient in some)
-    return {"number": len(every), "in_several_splits": sum(n > 1 for n in every.values())}
+    return {
+        "number": len(every),
+        "unknown": sum(patient < 0 for part in parts for patient in part.patients),
+        "in_several_splits": sum(n > 1 for n in every.values()),
+    }
 
 
 def _window(seen: list[Seen], how: Reading) -> str:

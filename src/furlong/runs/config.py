@@ -622,6 +622,11 @@ def sends(bound: str) -> bool:
     return bound not in ("single", "pooled")
 
 
+def short(text: str) -> str:
+    """A setting without the folders of this machine, which may say more than they should."""
+    return ":".join(Path(part).name if part.startswith("/") else part for part in text.split(":"))
+
+
 def without_none(value: Any) -> Any:
     """Tables without empty entries, as TOML has them."""
     if isinstance(value, dict):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
-from furlong.runs.config import Config
+from furlong.runs.config import Config, short
+from furlong.runs.initial import by_furlong
 from furlong.seeding import shuffled
 
 SHARE = 0.1  # of the images
@@ -36,16 +37,28 @@ def hold_out(images: ImageSet, settings: Config) -> tuple[Tensor, Tensor, str]:
                 "train on. Lower --data.test-images, or raise --data.images."
             )
     why = "data.validation" if data.validation else "no test split"
-    if images.patients is None or data.holdout_by == "image":
+    patients = images.patients
+    if patients is None or not (patients >= 0).any() or data.holdout_by == "image":
         return order[:cut], order[cut:], f"{why}: {cut} random images are {HELD_OUT}"
     chosen = _patients(images, settings, cut)
-    held = torch.isin(images.patients[order], chosen)
-    count, every = len(chosen), len(set(images.patients.tolist()))
-    words = (
-        f"{why}: {int(held.sum()):,} images of {count:,} of {every:,} {_called(settings)} are "
-        f"{HELD_OUT}, and none of theirs is trained on"
-    )
-    if count < min(FEW, every // 2):
+    held = torch.isin(patients[order], chosen)
+    known, strangers = int((patients[order[held]] >= 0).sum()), int((patients < 0).sum())
+    count, every = int((chosen >= 0).sum()), len(set(patients[patients >= 0].tolist()))
+    trained = "trained on"
+    if by_furlong(init := settings.model.init):
+        trained += f" here (but {short(str(init))}, which this run starts from, may have seen them)"
+    words = f"{why}: {known:,} images of {count:,} of {every:,} {_called(settings)} "
+    if strangers:
+        words += (
+            f"and {len(chosen) - count:,} of {strangers:,} images of unknown patient are "
+            f"{HELD_OUT}. None of these {_called(settings)} is {trained}; of the "
+            "other images some may show the same person on both sides, and then accuracy is "
+            "higher than on new ones. Tell whose they are, by a manifest with a column patient or "
+            "by --data.holdout-by"
+        )
+    else:
+        words += f"are {HELD_OUT}, and none of theirs is {trained}"
+    if not strangers and count < min(FEW, every // 2):
         words += (
             f". Numbers of {count} say little of others: --data.validation true "
             f"--data.test-images {int(0.3 * len(images))} holds out more"
@@ -101,7 +114,7 @@ def on_both_sides(train: ImageSet, test: ImageSet) -> str | None:
     """A warning if images of one patient are among both; None if all is well."""
     if train.patients is None or test.patients is None:
         return None
-    tested = set(test.patients.tolist())
+    tested = {each for each in test.patients.tolist() if each >= 0}
     shared = tested & set(train.patients.tolist())
     if not shared:
         return None

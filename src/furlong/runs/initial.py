@@ -306,6 +306,17 @@ def source(name: str) -> Weights:
     return _file(path)
 
 
+def by_furlong(name: str | None) -> bool:
+    """Whether weights come from a run of furlong: which images that has seen is not known here."""
+    if name is None or name.startswith(HUB) or name == RANDOM or steps_of(name) is not None:
+        return False
+    path = Path(name)
+    if not path.exists() or any((path / file).exists() for file in ("encoder.json", "config.toml")):
+        return True  # what is gone may have been one
+    file = path / "model.safetensors" if path.is_dir() else path
+    return file.suffix == ".safetensors" and file.is_file() and "method" in read_weights(file)[1]
+
+
 def located(name: str) -> str:
     """``name`` as it is written down: of a path the whole."""
     known = name.startswith(HUB) or name == RANDOM or steps_of(name) is not None
@@ -357,6 +368,9 @@ def _file(path: Path) -> Weights:
         raise FurlongError(f"cannot read {path}: {error.strerror}") from None
     except Exception as error:  # the unpickler's own, of which there are many
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if reason.startswith("Weights only"):  # torch advises to execute it all the same
+            asked = re.search(r"GLOBAL (\S+)", str(error))
+            reason = f"it asks for {asked[1]}" if asked else "torch refuses it"
         raise FurlongError(
             f"{path} is damaged, or holds more than tensors, and nothing of a file is executed "
             f"({reason[:200]}). Save its state dict, best as .safetensors."

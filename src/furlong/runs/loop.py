@@ -29,6 +29,7 @@ from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
 from furlong.runs.encoders import about, adapter, classifiers, encoders, untrained, who
 from furlong.runs.folder import SERVER, RunFolder
+from furlong.runs.holdout import HELD_OUT
 from furlong.runs.nodes import Members
 from furlong.runs.observers import NOTHING_DONE, Event, Observer, Status
 from furlong.runs.prepare import Prepared, prepare
@@ -300,12 +301,13 @@ def _draw_map(prepared: Prepared, folder: RunFolder, encoder: nn.Module) -> None
 
 
 def _summary(prepared: Prepared, totals: Mapping[str, float], state: Any) -> dict[str, Any]:
-    seconds = totals["seconds"]
+    seconds, left = totals["seconds"], prepared.left_out
+    apart = 0 if left is None else len(torch.unique(prepared.split.indices[left]))
     return {
         "who": who(prepared.config),
         "method": prepared.config.method["name"],
         "data": prepared.config.data.name,
-        "images": len(prepared.train) or sum(prepared.setup.sizes.values()),
+        "images": len(prepared.train) - apart or sum(prepared.setup.sizes.values()),
         "clients": len(prepared.federation.clients),
         "rounds": prepared.setup.rounds,
         "seed": prepared.setup.seed,
@@ -314,6 +316,7 @@ def _summary(prepared: Prepared, totals: Mapping[str, float], state: Any) -> dic
         "bytes_up": int(totals["bytes_up"]),
         "bytes_down": int(totals["bytes_down"]),
         "failures": int(totals["failures"]),
+        "held_out": next((note for note in prepared.notes if HELD_OUT in note), None),
         "weights_sha256": hashlib.sha256(pack(state)).hexdigest(),
         "furlong": furlong.__version__,
         "environment": {

@@ -88,6 +88,7 @@ class Summary:
     quality: list[Features] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     privacy: dict[str, Any] | None = None  # what was spent of a privacy budget
+    held_out: str | None = None  # which images were, in words; None: the set has its own test split
 
 
 @dataclass(frozen=True)
@@ -204,11 +205,6 @@ class RunRecord:
         return cls(path)
 
     # ------------------------------------------------------------ settings
-
-    @property
-    def toml(self) -> str:
-        """The configuration as text."""
-        return str(self._read("config.toml", str))
 
     @cached_property
     def settings(self) -> dict[str, dict[str, Any]]:
