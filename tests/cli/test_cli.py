@@ -78,8 +78,11 @@ def run_help() -> str:
         ("--train.rounds 3 --train.rounds 4", {"train.rounds": 4}),
         ("--rounds 3 --train.rounds 4", {"train.rounds": 4}),
         ("--method fedu --method.threshold 0.2", {"method.name": "fedu", "method.threshold": 0.2}),
-        ("--method.symmetric --method.decay 0.5", {"method.symmetric": True, "method.decay": 0.5}),
-        ("--method.symmetric false", {"method.symmetric": False}),
+        (
+            "--method fedu --method.symmetric --method.decay 0.5",
+            {"method.symmetric": True, "method.decay": 0.5},
+        ),
+        ("--method fedu --method.symmetric false", {"method.symmetric": False}),
         ("--method fedbyol --method.bn-stats local", {"method.bn_stats": "local"}),
     ],
 )
@@ -268,7 +271,7 @@ def test_partition_depends_on_the_seed(furlong_: Call) -> None:
         ("run --clinets 3", "--clients"),
         ("run --rounds many", "train.rounds is 'many'; it must be a whole number"),
         ("run --rounds 0", "train.rounds is 0; it must be at least 1"),
-        ("run --method.treshold 0.2", "Did you mean 'threshold'?"),
+        ("run --method fedu --method.treshold 0.2", "Did you mean 'threshold'?"),
         ("run --optimizer.lr 0.2", "Did you mean --optimiser.lr?"),
         ("run --optimiser.lr fast", "optimiser.lr is 'fast'; it must be a number"),
         ("run --bound singel", "Did you mean 'single'?"),
