@@ -161,20 +161,20 @@ def test_a_store_without_a_folder_leaves_none() -> None:
     assert not store.folder.exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "code"), [(1, errno.EIO), (2, errno.ENOSPC)])
 def test_no_room_for_a_state_stops_the_run(
-    prepared: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+    prepared: Any, workers: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Going on without that client would silently give another result."""
 
     def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(code, os.strerror(code))
 
     p = prepared("fedu")
     monkeypatch.setattr(os, "posix_fallocate", full)
     with (
         InProcess(p.method, p.federation, p.setup, workers) as transport,
-        pytest.raises(FurlongError, match=r"client 0 could not train, .*no space left.*resume"),
+        pytest.raises(FurlongError, match=r"client 0 could not train, .*state cannot be .*resume"),
     ):
         p.server.step(transport, p.server.init(), p.server.exchanges()[0])
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from furlong.core.context import Optimiser, OptimiserSettings
 from furlong.errors import FurlongError
 from furlong.nn.optimisers import LARS, SGD, Adam, warmup_cosine
 
@@ -150,3 +151,11 @@ def test_the_bits_of_torch(name: str, theirs: Any) -> None:
     }[name]
     pairs = zip(finish(ours), finish(partial(theirs, weight_decay=0.1, fused=True)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_kept_moments_come_to_the_parameters_device() -> None:
+    """The count of steps too, which a kernel of an accelerator reads there."""
+    far = nn.Parameter(torch.empty(3, 2, device="meta"))
+    optimiser = Optimiser([far], OptimiserSettings("adam", lr=0.1, weight_decay=0.0), 0.1)
+    optimiser.set_moments({"0/step": torch.tensor(4.0), "0/exp_avg": torch.ones(3, 2)})
+    assert {value.device.type for value in optimiser.torch.state[far].values()} == {"meta"}

@@ -151,6 +151,38 @@ def test_a_damaged_state_is_noticed(tmp_path: Path, how: str) -> None:
         damage(1)
 
 
+@pytest.mark.parametrize("later", [2, 5])
+def test_a_name_that_is_given_anew_is_read_anew(tmp_path: Path, later: int) -> None:
+    """The run went back from a damaged checkpoint, which still names other bytes so."""
+    store = StateFolder(tmp_path / checkpoint.STATES)
+    for done in (1, later):
+        store.put(0, f"state {done}")
+        checkpoint.save(tmp_path, done, server(done), store.items(), {})
+    dict(store.items())[0].unlink()
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    assert found.done == 1
+    again = StateFolder(tmp_path / checkpoint.STATES)
+    again.restore(found.clients)
+    for done in (2, 3):
+        again.put(done - 2, "another state")
+        checkpoint.save(tmp_path, done, server(done), again.items(), {})
+        found = checkpoint.load(tmp_path)
+        assert found is not None
+        assert found.done == done
+        assert not found.notes
+
+
+def test_a_folder_among_the_states_stops_nothing(tmp_path: Path) -> None:
+    store = StateFolder(tmp_path / checkpoint.STATES)
+    for done in range(1, 9):
+        store.put(0, f"state {done}")
+        for name in ("a", "b", "c", "d"):
+            (store.folder / f"@{name}").mkdir(exist_ok=True)
+        checkpoint.save(tmp_path, done, server(done), store.items(), {})
+    assert kept_states(tmp_path) == ["00000-000007", "00000-000008", "@a", "@b", "@c", "@d"]
+
+
 def test_states_stay_while_a_manifest_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,7 +193,8 @@ class Optimiser:
             index, name = path.split("/")
             parameter = parameters[int(index)]
             # fused kernels pair elements by memory offset: a moment needs its parameter's layout
-            own = torch.empty_like(parameter) if value.dim() else torch.empty_like(value)
+            like = parameter if value.dim() else value
+            own = torch.empty_like(like, device=parameter.device)
             self.torch.state.setdefault(parameter, {})[name] = own.copy_(value)
 
     @property

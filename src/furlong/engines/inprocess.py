@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,20 @@ SCARCE = "on this machine: "  # begins the reason of a client that could not tra
 
 if TYPE_CHECKING:
     from furlong.core.secure.identity import Identity
+
+
+class _NotKept(Exception):
+    """A client's state could not be read or written: that is never the client's fault."""
+
+
+@contextmanager
+def _keeping() -> Iterator[None]:
+    """Tell errors of files that hold states from those of a client."""
+    try:
+        yield
+    except OSError as error:
+        why = str(error.strerror or error).lower()
+        raise _NotKept(f"its state cannot be kept ({why})") from error
 
 
 @dataclass
@@ -119,8 +133,9 @@ class InProcess(Engine):
     ) -> Answer:
         """A client's part, wherever it runs; its answer is packed, as it would travel."""
         try:
-            draft = partial(self.store.draft, client)
-            slot = _OneState(None if state is None else state.map(), draft)
+            with _keeping():
+                before = None if state is None else state.map()
+            slot = _OneState(before, partial(self._draft, client))
             shard = self.federation.shard(client, labels=self.method.needs_labels)
             ctx = ClientContext(
                 self.setup,
@@ -133,8 +148,12 @@ class InProcess(Engine):
             report = self._sheets.write(run_client(self.method, download(), ctx, slot))
             return report, slot.new
         except Exception as error:
-            scarce = exhausted(error)
+            scarce = str(error) if isinstance(error, _NotKept) else exhausted(error)
             return Failure(client, "raised", f"{SCARCE}{scarce}" if scarce else describe(error))
+
+    def _draft(self, client: int, state: Any) -> Blob:
+        with _keeping():
+            return self.store.draft(client, state)
 
     def _accept(self, client: int, answer: Answer) -> Report[Any] | Failure:
         """The report, after the client's new state has been kept."""

@@ -308,18 +308,19 @@ class _Worker:
     ) -> None:
         """Give the worker clients to run, one after another."""
         blobs = [blob for blob in states if blob is not None]
+        unread, self._unread = self._unread, []  # the list may grow at any time
         message = {
             "exchange": exchange,
             "clients": clients,
             "stateful": [state is not None for state in states],
             "new_download": down is not self._download,
-            "unread": self._unread,
+            "unread": unread,
         }
         if down is not self._download:
             blobs.insert(0, down)
         with suppress(BrokenPipeError, ConnectionResetError):  # it is gone: ``receive`` tells
             _send(self.socket, message, blobs)
-            self._download, self._unread = down, []
+            self._download = down
 
     def receive(self, client: int) -> Answer:
         """What came of ``client``."""

@@ -83,7 +83,7 @@ def save(
             "done": done,
             "counters": counters,
             "files": files,
-            "clients": _referred(run, states),
+            "clients": _referred(run, done, states),
         }
         manifest["digest"] = _digest(manifest)
         _write(draft / "manifest.json", json.dumps(manifest).encode())
@@ -92,6 +92,9 @@ def save(
             shutil.rmtree(final)
         draft.rename(final)
         sync(folder)
+        for later in _kept(run):  # damaged ones, which the run went back from
+            if int(later.name) > done:
+                shutil.rmtree(later, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise FurlongError(
@@ -102,10 +105,16 @@ def save(
     return final
 
 
-def _referred(run: Path, states: dict[int, Path]) -> dict[str, dict[str, Any]]:
-    """File, bytes and SHA-256 of every client's state, all of them on the disk."""
+def _referred(run: Path, done: int, states: dict[int, Path]) -> dict[str, dict[str, Any]]:
+    """File, bytes and SHA-256 of every client's state, all of them on the disk.
+
+    What an earlier checkpoint says of a file is true. One of as many exchanges or more was found to
+    be damaged, and a name in it may have been given anew.
+    """
     known: dict[str, dict[str, Any]] = {}
     for path in reversed(_kept(run)):
+        if int(path.name) >= done:
+            continue
         with suppress(*_DAMAGE):
             known = {entry["file"]: entry for entry in _manifest(path)["clients"].values()}
             break
@@ -124,7 +133,8 @@ def tidy(run: Path) -> None:
     with suppress(OSError):  # what cannot be read or removed now can be another time
         needed = set().union(*(_needed(path) for path in _kept(run)))
         for name in set(os.listdir(run / STATES)) - needed:
-            (run / STATES / name).unlink()
+            with suppress(OSError):  # such as a folder that a file server has put there
+                (run / STATES / name).unlink()
 
 
 def _needed(path: Path) -> set[str]:
