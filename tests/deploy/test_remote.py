@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -34,6 +35,8 @@ from furlong.core.payload import pack_tensors, unpack
 from furlong.core.weights import snapshot
 from furlong.deploy.node import Site
 from furlong.deploy.session import Session
+from furlong.engines import remote
+from furlong.engines.remote import Reply
 from furlong.errors import FurlongError
 from furlong.nn.encoders import build_encoder
 from furlong.runs import loop
@@ -175,8 +178,8 @@ def test_a_resumed_run_does_not_silently_lack_a_node(tmp_path: Path) -> None:
     assert any("warning: client 1 answered before the interruption" in line for line in said)
 
 
-def test_a_node_that_is_away_and_comes_back(tmp_path: Path) -> None:
-    wire = Direct(parts(tmp_path))
+def leave_and_return(wire: Direct) -> None:
+    """Node 102 leaves after its first answer; it is back when 101 is asked in the next round."""
 
     def away(node: int, header: dict[str, Any]) -> None:
         if header["kind"] == "work" and node == 102 and header["exchange"]["round"] == 0:
@@ -185,6 +188,14 @@ def test_a_node_that_is_away_and_comes_back(tmp_path: Path) -> None:
             wire.away = set()
 
     wire.before = away
+
+
+def test_a_node_that_is_away_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "RETURN", 0.0)
+    wire = Direct(parts(tmp_path))
+    leave_and_return(wire)
     run = train(flower(tmp_path, rounds=4), wire=wire)
     assert run.summary["failures"] == 1
     lost = [[f["client"] for f in line] for line in failures(tmp_path)]
@@ -192,6 +203,65 @@ def test_a_node_that_is_away_and_comes_back(tmp_path: Path) -> None:
     assert failures(tmp_path)[1][0]["reason"] == "its node is not connected"
     hellos = [node for node, header, _ in wire.sent if header["kind"] == "hello"]
     assert sorted(hellos) == [100, 101, 102, 102]  # greeted again when it returns
+
+
+def test_a_node_that_is_back_soon_is_waited_for(tmp_path: Path) -> None:
+    """Flower takes nodes for disconnected when its own link was away: the bits stay the same."""
+    wire = Direct(parts(tmp_path))
+    leave_and_return(wire)
+    run = train(flower(tmp_path, "fedema", rounds=3), wire=wire)
+    assert failures(tmp_path) == [[], [], []]
+    assert weights(run) == in_process(tmp_path, "fedema", rounds=3)
+
+
+def test_a_node_that_disconnects_in_mid_exchange_is_asked_again(tmp_path: Path) -> None:
+    """From the beginning, and so from the state before, although it has done the work already."""
+    wire = Direct(parts(tmp_path))
+    receive, nodes = wire.receive, wire.nodes
+    lost: list[str] = []
+
+    def lose(tickets: Iterable[str]) -> list[Reply]:
+        for ticket in tickets if not lost else ():
+            node, header, _ = wire.sent[int(ticket)]
+            if header["kind"] == "work" and header["exchange"]["round"] == 1 and node == 102:
+                wire.replies[ticket] = Reply(ticket, {}, error="gone", gone=True)
+                wire.away = {102}
+                lost.append(ticket)
+        return receive(tickets)
+
+    def come() -> dict[int, str | None]:
+        found = nodes()
+        wire.away = set()  # at the next look it is back
+        return found
+
+    wire.receive, wire.nodes = lose, come  # type: ignore[method-assign]
+    options = {"rounds": 3, "optimiser.persist": True}
+    run = train(flower(tmp_path, "fedema", **options), wire=wire)
+    assert failures(tmp_path) == [[], [], []]
+    work = [node for node, header, _ in wire.sent if header["kind"] == "work"]
+    assert work.count(102) == 4
+    assert weights(run) == in_process(tmp_path, "fedema", **options)
+
+
+def test_a_node_that_stays_away_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "RETURN", 1.5)
+    monkeypatch.setattr(remote, "LOOK", 0.1)
+    wire = Direct(parts(tmp_path))
+
+    def leave(_: int, header: dict[str, Any]) -> None:
+        if header["kind"] == "work" and header["exchange"]["round"] == 1:
+            wire.away = {102}
+
+    wire.before = leave
+    train(flower(tmp_path, rounds=4), wire=wire)
+    found = failures(tmp_path)
+    assert [[f["client"] for f in line] for line in found] == [[], [], [2], [2]]
+    assert {line[0]["reason"] for line in found[2:]} == {"its node is not connected"}
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["seconds"] for line in lines]
+    assert seconds[2] > 1.5 > seconds[3]
 
 
 def test_a_late_node_joins(tmp_path: Path) -> None:

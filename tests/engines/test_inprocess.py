@@ -179,6 +179,14 @@ def test_no_room_for_a_state_stops_the_run(
         p.server.step(transport, p.server.init(), p.server.exchanges()[0])
 
 
+def test_an_exchange_may_name_any_number_of_clients(prepared: Any) -> None:
+    """Workers need not know them, and a message to them has an end."""
+    p = prepared()
+    named = replace(p.server.exchanges()[0], clients=tuple(range(20_000)))
+    with InProcess(p.method, p.federation, p.setup, 2) as transport:
+        assert not p.server.step(transport, p.server.init(), named).failures
+
+
 def test_cohorts() -> None:
     clients = list(range(10))
     one = draw_cohort(0, Exchange(round=3), clients, 0.35)

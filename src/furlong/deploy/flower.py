@@ -35,7 +35,13 @@ import furlong
 from furlong.deploy.addresses import require_loopback, split_address
 from furlong.deploy.bundle import bundle
 from furlong.deploy.certs import node_keys
-from furlong.deploy.flower_private import Connection, do_tasks, explain, server_of_new_run
+from furlong.deploy.flower_private import (
+    Connection,
+    do_tasks,
+    explain,
+    has_disconnected,
+    server_of_new_run,
+)
 from furlong.deploy.node import OwnImages, Site
 from furlong.deploy.processes import QUIET
 from furlong.deploy.session import Session
@@ -112,11 +118,13 @@ class GridWire:
         self._check()
         lost = [ticket for ticket in tickets if ticket.startswith("unsent-")]
         asked = [ticket for ticket in tickets if ticket not in lost]
-        replies = [Reply(ticket, {}, error="its node cannot be reached") for ticket in lost]
+        unsent = "its node cannot be reached"
+        replies = [Reply(ticket, {}, error=unsent, gone=True) for ticket in lost]
         for found in self._grid.pull_messages(asked) if asked else ():
             ticket = found.metadata.reply_to_message_id
             if found.has_error():
-                replies.append(Reply(ticket, {}, error=explain(found.error)))
+                gone = has_disconnected(found.error)
+                replies.append(Reply(ticket, {}, error=explain(found.error), gone=gone))
             else:
                 replies.append(Reply(ticket, *_read(found.content)))
         return replies

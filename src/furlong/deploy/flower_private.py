@@ -71,6 +71,11 @@ def explain(error: Error) -> str:
     return f"{text}: {str(error.reason)[:500]}" if own else text
 
 
+def has_disconnected(error: Error) -> bool:
+    """Whether a SuperLink has not heard of a node for a minute; it may have been away itself."""
+    return bool(error.code == ErrorCode.NODE_UNAVAILABLE)
+
+
 # ---------------------------------------------------------------- reaching Flower's programs
 
 

@@ -76,10 +76,11 @@ def keep_node(
                 settings = environment(site.folder / "flower")
                 os.environ.update(settings)  # no proxy for what is on this machine
                 site.say(shown(command, settings))
+                before = log.stat().st_size if log.exists() else 0
                 with running(command, settings, log, signal.SIGTERM) as child:
                     while child.poll() is None and not healthy("127.0.0.1", port, None):
                         time.sleep(0.2)
-                    watch = _Watch(child, log, superlink, site.say)
+                    watch = _Watch(child, log, before, superlink, site.say)
                     own = Connection(f"127.0.0.1:{port}", None, secret)
                     stuck = _served(site, own, watch, stall)
                 if watch.connected:
@@ -109,10 +110,15 @@ class _Watch:
     """Says when a SuperNode has reached the server, or has not for a while."""
 
     def __init__(
-        self, child: Popen[bytes], log: Path, superlink: str, say: Callable[[str], None]
+        self,
+        child: Popen[bytes],
+        log: Path,
+        before: int,
+        superlink: str,
+        say: Callable[[str], None],
     ) -> None:
         self._child, self._log, self._superlink, self._say = child, log, superlink, say
-        self._from, self._told = log.stat().st_size, False
+        self._from, self._told = before, False  # its log begins there
         self._began = self._looked = time.monotonic()
         self.connected = False
 

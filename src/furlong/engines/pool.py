@@ -2,7 +2,7 @@
 
 A fork shares the images, the method and all settings with the worker, so that nothing is copied
 and nothing is pickled. Messages are JSON on a socket; payloads travel beside them as descriptors of
-anonymous memory. Nothing outlives the processes, however they end.
+anonymous memory, which does not outlive the processes, however they end.
 
 Why forking is safe here, although the program may have computed with several threads before:
 
@@ -34,7 +34,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
@@ -158,7 +158,8 @@ class _Carrying:
         length: Callable[[int], float],
         deadline: float,
     ) -> None:
-        self._pool, self._exchange, self._downloads = pool, asdict(exchange), downloads
+        self._pool, self._downloads = pool, downloads
+        self._exchange = asdict(replace(exchange, clients=None))  # the server's; it may be long
         self._state, self._length, self._deadline = state, length, deadline
         self._until = time.monotonic() + (deadline or math.inf)
         self._order = list(downloads)

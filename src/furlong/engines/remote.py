@@ -33,6 +33,8 @@ from furlong.errors import FurlongError
 
 GREETING = 120.0  # seconds for answering a greeting; a node that is stuck misses it
 RETRY = 10.0  # seconds until a node that failed to answer a greeting is greeted again
+RETURN = 30.0  # seconds for a node that has disconnected to be back: Flower's tries are 20 s apart
+LOOK = 1.0  # seconds between two looks whether it is
 PROTOCOL = 3  # of the messages; raised when they change
 DAY = 86_400.0
 HELD = 1 << 30  # bytes of answers that wait for those of clients before them
@@ -41,12 +43,16 @@ _PAUSES = (0.02, 0.5)  # seconds between two looks for answers, at first and at 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: to which question, what it says, or what went wrong on the way."""
+    """An answer: to which question, what it says, or what went wrong on the way.
+
+    ``gone``: what went wrong is that the node has disconnected.
+    """
 
     ticket: str
     header: dict[str, Any]
     body: bytes = b""
     error: str = ""
+    gone: bool = False
 
 
 class Wire(Protocol):
@@ -184,6 +190,7 @@ class Remote(Engine):
     encoding: How = "exact"
     given: bytes = b""  # packed tensors that every node needs once; the question has their digest
     last: dict[int, LastAnswer] = field(default_factory=dict)  # by client
+    left: set[int] = field(default_factory=set)  # clients that answered once and stayed away then
 
     def states(self) -> Iterator[tuple[int, Any]]:
         """Which of the states that nodes keep is each client's; the states stay there."""
@@ -295,6 +302,7 @@ def _conversation(
         return refused(f"cannot be read ({type(error).__name__})")
     # only now: what was lost on the way counts for nobody
     remote.last[client] = LastAnswer(exchange, said.get("state") is True)
+    remote.left.discard(client)
     return report
 
 
@@ -324,7 +332,12 @@ def _failure(client: int, reply: Reply) -> Failure | None:
 
 
 class _Conversations:
-    """All conversations of one exchange."""
+    """All conversations of one exchange.
+
+    A client whose node has disconnected is asked again, from the beginning, if the node is back
+    soon: a SuperLink that was away for a while takes nodes for disconnected until they notice that
+    it is back, and a round without them would have another result.
+    """
 
     def __init__(self, remote: Remote, exchange: Exchange, downloads: Downloads[Any, Any]) -> None:
         self._remote, self._exchange, self._downloads = remote, exchange, downloads
@@ -332,6 +345,8 @@ class _Conversations:
         self._waiting = list(downloads)
         self._open: dict[int, Conversation] = {}  # by client
         self._tickets: dict[str, int] = {}  # of questions -> client
+        self._away: dict[int, tuple[float, str]] = {}  # client -> how long to wait, and why
+        self._looked = time.monotonic()
         self._held: dict[int, int] = {}  # client -> bytes that its answer may have
         self._done: dict[int, Report[Any] | Failure] = {}
         self._packed: tuple[Any, bytes, Any] | None = None  # the download that was sent last
@@ -349,20 +364,23 @@ class _Conversations:
                 elif client not in self._done:
                     time.sleep(pause)
                     pause = min(1.2 * pause, _PAUSES[1])
+                self._ask_again()
                 if time.monotonic() > self._until:
                     self._give_up()
             self._held.pop(client, None)
             yield client, self._done.pop(client)
 
     def _begin(self, client: int) -> None:
-        if client not in self._remote.directory.nodes:
-            self._done[client] = Failure(client, "lost", "its node is not connected")
+        remote = self._remote
+        if client not in remote.directory.nodes:
+            expected = client in remote.last and client not in remote.left
+            self._miss(client, "its node is not connected", RETURN if expected else 0.0)
             return
         down, base = self._pack(self._downloads[client])
-        size, most = self._remote.slice_bytes, self._downloads.limit(client)
+        size, most = remote.slice_bytes, self._downloads.limit(client)
         pieces = [down[at : at + size] for at in range(0, len(down), size)]
         self._held[client] = most
-        begun = _conversation(self._remote, client, self._exchange.index, pieces, base, most)
+        begun = _conversation(remote, client, self._exchange.index, pieces, base, most)
         self._open[client] = begun
         self._ask(client, *next(begun))
 
@@ -385,6 +403,10 @@ class _Conversations:
         replies = self._remote.wire.receive(list(self._tickets)) if self._tickets else []
         for reply in replies:
             client = self._tickets.pop(reply.ticket)
+            if reply.gone:
+                del self._open[client]
+                self._miss(client, reply.error, RETURN)
+                continue
             result = _failure(client, reply)
             try:
                 if result is None:
@@ -396,10 +418,34 @@ class _Conversations:
             self._done[client] = result
         return bool(replies)
 
+    def _miss(self, client: int, reason: str, seconds: float) -> None:
+        """A client's node is away: it has ``seconds`` to come back."""
+        if seconds:
+            self._away[client] = time.monotonic() + seconds, reason
+        else:
+            self._done[client] = Failure(client, "lost", reason)
+
+    def _ask_again(self) -> None:
+        """Begin anew with clients whose nodes are back; those that stay away are lost."""
+        now, remote = time.monotonic(), self._remote
+        if not self._away or now < self._looked + LOOK:
+            return
+        self._looked = now
+        remote.directory.look()
+        for client, (until, reason) in list(self._away.items()):
+            if client in remote.directory.nodes:
+                del self._away[client]
+                self._begin(client)
+            elif now > until:
+                del self._away[client]
+                remote.left.add(client)
+                self._miss(client, reason, 0.0)
+
     def _give_up(self) -> None:
         reason = f"no answer within {self._remote.deadline:g} s"
-        for client in (*self._open, *self._waiting):
+        for client in (*self._open, *self._away, *self._waiting):
             self._done[client] = Failure(client, "lost", reason)
         self._open.clear()
+        self._away.clear()
         self._tickets.clear()
         self._waiting.clear()

@@ -56,9 +56,9 @@ class StateFolder(States):
     """The states of one machine's clients: a file for each, in one folder.
 
     A worker writes the file and the parent gives it its name, so that neither holds a state that
-    nobody works with. No file is ever changed and no name used twice: a checkpoint only refers to
-    the files, and removes those that none needs any more (``runs.checkpoint``). What no checkpoint
-    has seen is removed here, when it is replaced. Without a folder there is a temporary one.
+    nobody works with. No file is ever changed: a checkpoint only refers to the files, and removes
+    those that none needs any more (``runs.checkpoint``). What no checkpoint has seen is removed
+    here, when it is replaced. Without a folder there is a temporary one.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
