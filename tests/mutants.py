@@ -738,8 +738,8 @@ MUTANTS = [
     Mutant(
         "mean-weights",
         "core/weights.py",
-        "sums.add_(tensor, alpha=weight)",
-        "sums.add_(tensor)",
+        "total.add_(each, alpha=weight)",
+        "total.add_(each)",
         WEIGHTS,
         "every client counts the same",
     ),

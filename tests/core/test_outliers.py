@@ -13,8 +13,8 @@ from furlong.core.context import Exchange
 from furlong.core.exchange import ExchangeResult, Failure
 from furlong.core.guard import Expected
 from furlong.core.method import Report
-from furlong.core.outliers import Size, suspects
-from furlong.core.payload import flatten, pack, replace_tensors
+from furlong.core.outliers import Size, Start, suspects
+from furlong.core.payload import flatten, pack, replace_tensors, unpack
 from furlong.engines.inprocess import InProcess
 from furlong.runs.prepare import prepare
 
@@ -158,3 +158,30 @@ def test_rows_that_are_no_unit_vectors_are_refused(prepared: Any, method: str, f
     assert said(lambda rows: rows) is None
     assert said(lambda rows: rows * 9e9) == said(torch.zeros_like) == refused
     assert "has shape" in str(said(lambda rows: torch.cat([rows, rows])))  # the quota
+
+
+def test_sizes_by_kind() -> None:
+    """Against the plain formula, for what was unpacked and for tensors that lie anywhere."""
+    torch.manual_seed(0)
+    weights = {
+        "b.weight": torch.randn(4, 3, 3, 3),
+        "a.running_mean": torch.randn(7),
+        "a.weight": torch.randn(7),
+        "a.num_batches_tracked": torch.tensor(3),
+    }
+    before = {"weights": weights, "features": torch.randn(5, 2)}
+    after = {
+        "weights": {n: t + 1 if n.endswith("tracked") else 2 * t for n, t in weights.items()},
+        "features": 3 * before["features"],
+    }
+
+    def length(*tensors: torch.Tensor) -> float:
+        return float(torch.cat([t.flatten() for t in tensors]).norm())
+
+    params, stats = length(weights["b.weight"], weights["a.weight"]), weights["a.running_mean"]
+    whole = {"params": params, "buffers": length(stats), "features": length(before["features"])}
+    moved = {**whole, "features": 2 * whole["features"]}
+    for start, upload in ((before, after), (unpack(pack(before)), unpack(pack(after)))):
+        found = Start(start).size(upload, 10)
+        assert found.moved == pytest.approx(moved, rel=1e-6)
+        assert found.whole == pytest.approx(whole, rel=1e-6)

@@ -15,10 +15,14 @@ from hypothesis import strategies as st
 from furlong.core.payload import (
     PayloadError,
     Weights,
+    joined,
+    joined_alike,
     pack,
     pack_tensors,
+    packed_order,
     payload,
     replace_tensors,
+    room_for,
     split_weights,
     traffic,
     unpack,
@@ -211,3 +215,65 @@ def test_colliding_paths_are_refused() -> None:
         pack({1: (torch.zeros(1),), "1": (torch.ones(1),)})
     numbered = {1: torch.zeros(1), 2: torch.ones(1)}
     assert same(unpack(pack(numbered)), numbered)
+
+
+def some() -> Weights:
+    shapes = {"b": (3,), "a": (2, 5), "empty": (0, 4), "c": (1,)}
+    return {
+        **{name: torch.randn(shape) for name, shape in shapes.items()},
+        "half": torch.randn(3).half(),
+        "count": torch.tensor([7]),
+        "last": torch.randn(4, 4).T,
+    }
+
+
+def test_what_is_packed_is_one_piece_for_each_type() -> None:
+    found = unpack_tensors(pack_tensors(some(), {}))[0]
+    pieces = joined(found[name] for name in packed_order(found))
+    assert [(p.dtype, p.numel()) for p in pieces] == [
+        (torch.int64, 1),
+        (torch.float32, 10 + 3 + 1 + 16),
+        (torch.float16, 3),
+    ]
+    rows = [found[name].flatten() for name in ("a", "b", "c", "last")]
+    torch.testing.assert_close(pieces[1], torch.cat(rows), rtol=0, atol=0)
+    pieces[1].zero_()  # the same memory
+    assert not found["last"].any()
+
+
+def test_room_has_the_layout_of_what_is_packed() -> None:
+    tensors = some()
+    room = room_for(tensors)
+    assert list(room) == list(tensors)
+    for name, tensor in room.items():
+        assert (tensor.shape, tensor.dtype) == (tensors[name].shape, tensors[name].dtype)
+        assert tensor.is_contiguous()
+        tensor.copy_(tensors[name])
+    assert len(joined(room[name] for name in packed_order(room))) == 3
+    assert pack(room) == pack(tensors)
+
+
+def test_what_is_not_one_piece_is_not_joined() -> None:
+    row = torch.arange(12.0)
+    apart = [row[:4], row[5:8], row[8:9].clone()]
+    assert [piece.tolist() for piece in joined(apart)] == [each.tolist() for each in apart]
+    backwards = [row[4:8], row[:4]]
+    assert [piece.tolist() for piece in joined(backwards)] == [b.tolist() for b in backwards]
+    turned = [row[:4].view(2, 2).T, row[4:8]]
+    assert [piece.shape for piece in joined(turned)] == [(2, 2), (4,)]
+    assert [piece.shape for piece in joined([*turned[1:], row[8:].view(2, 2).T])] == [(4,), (2, 2)]
+    other = [row[:4], row[4:6].view(torch.int32)]
+    assert len(joined(other)) == 2
+    memory = bytearray(32)  # neighbours, and yet two storages
+    halves = [torch.frombuffer(memory, dtype=torch.float32, count=4, offset=o) for o in (0, 16)]
+    assert len(joined(halves)) == 2
+    assert joined([]) == []
+
+
+def test_pieces_of_two_sides_are_the_same_or_none() -> None:
+    row, other = torch.arange(8.0), torch.arange(8.0)
+    left, right = joined_alike([row[:4], row[4:]], [other[:4], other[4:]])
+    assert [len(left), len(right)] == [1, 1]
+    apart = [other[:4], other[4:].clone()]
+    left, right = joined_alike([row[:4], row[4:]], apart)
+    assert [t.shape for t in left] == [t.shape for t in right] == [(4,), (4,)]

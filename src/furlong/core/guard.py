@@ -15,7 +15,7 @@ from torch import Tensor
 from furlong.core.context import Exchange
 from furlong.core.method import Report
 from furlong.core.outliers import Start
-from furlong.core.payload import Traffic, flatten, traffic
+from furlong.core.payload import Traffic, flatten, joined, packed_order, traffic
 
 _METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")
 
@@ -26,6 +26,8 @@ class Expected:
     def __init__(self, upload: Any) -> None:
         self.upload = upload
         self.tensors, self.tree = flatten(upload)
+        self.order = packed_order(self.tensors)
+        self.variances = [name for name in self.order if name.endswith("running_var")]
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -130,8 +132,11 @@ class Guard:
                 return f"{name} has shape {tuple(tensor.shape)}, not {tuple(want[name].shape)}"
             if tensor.dtype != want[name].dtype:
                 return f"{name} has dtype {tensor.dtype}, not {want[name].dtype}"
-            if reason := self._values(name, tensor):
-                return reason
+        variances = [(n, got[n]) for n in expected.variances]
+        together = [("", piece) for piece in joined(got[name] for name in expected.order)]
+        if any(self._values(*each) for each in together + variances):
+            reasons = (self._values(name, tensor) for name, tensor in got.items())
+            return next(reason for reason in reasons if reason)
         return _differs(got_tree, expected.tree)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from furlong.core.payload import flatten, parts
+from furlong.core.payload import Weights, flatten, joined, packed_order, parts
 
 USUAL = 5.0  # c across machines
 FEWEST = 3  # answers: of two, who is to say which is the bad one?
@@ -46,33 +46,38 @@ class Start:
     """The server's value that the updates of a round are compared with, taken apart once."""
 
     def __init__(self, before: Any) -> None:
-        tensors = flatten(before)[0]
-        self._names: dict[str, list[str]] = {kind: [] for kind in _KINDS}
-        for name, kind, _, _ in parts(before):
-            if kind in _KINDS and tensors[name].is_floating_point():
-                self._names[kind].append(name)
-        self._own = {
-            kind: [tensors[name].float() for name in names] for kind, names in self._names.items()
-        }
-        self._whole = {kind: _norm(own) for kind, own in self._own.items()}
+        tensors, kinds = flatten(before)[0], {name: kind for name, kind, _, _ in parts(before)}
+        order = [name for name in packed_order(tensors) if tensors[name].is_floating_point()]
+        self._names = [name for name in order if kinds[name] in _KINDS]
+        self._own = self._all(tensors)
+        places: dict[str, list[torch.Tensor]] = {kind: [] for kind in _KINDS}
+        start = 0
+        for name in self._names:
+            end = start + tensors[name].numel()
+            places[kinds[name]].append(torch.arange(start, end))
+            start = end
+        del places["params"]  # all the rest
+        self._places = {kind: torch.cat(each) for kind, each in places.items() if each}
+        self._whole = self._lengths(self._own.clone())
 
     def size(self, upload: Any, images: int) -> Size:
         """The size of ``upload``, which has the tensors of the server's value."""
-        got = flatten(upload)[0]
-        moved = {}
-        for kind, names in self._names.items():
-            tensors = [got[name].float() for name in names]
-            moved[kind] = (
-                _norm(list(torch._foreach_sub(tensors, self._own[kind]))) if names else 0.0
-            )
-        return Size(images, moved, self._whole)
+        moved = self._all(flatten(upload)[0]) - self._own
+        return Size(images, self._lengths(moved), self._whole)
 
+    def _all(self, tensors: Weights) -> torch.Tensor:
+        """All numbers in a row, float32; a copy only where they do not lie so."""
+        pieces = joined(tensors[name] for name in self._names)
+        rows = [piece.detach().float().flatten() for piece in pieces] or [torch.empty(0)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-def _norm(tensors: list[torch.Tensor]) -> float:
-    """The length of all of them together, in float64."""
-    if not tensors:
-        return 0.0
-    return float(torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).norm())
+    def _lengths(self, numbers: torch.Tensor) -> dict[str, float]:
+        """The length of each kind's numbers, which are lost: the guard's limit keeps it finite."""
+        lengths = dict.fromkeys(_KINDS, 0.0)
+        for kind, places in self._places.items():
+            lengths[kind] = float(torch.linalg.vector_norm(numbers[places]))
+            numbers[places] = 0.0
+        return lengths | {"params": float(torch.linalg.vector_norm(numbers))}
 
 
 def suspects(sizes: Mapping[int, Size], times: float) -> dict[int, str]:

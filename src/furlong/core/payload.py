@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import groupby
 from typing import Any, TypeVar, dataclass_transform, overload
 
 import torch
@@ -170,6 +171,65 @@ def split_weights(value: T, leave_out: Callable[[str], bool]) -> tuple[T, dict[s
     return result, removed
 
 
+# ---------------------------------------------------------------- tensors in one piece of memory
+
+
+def packed_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names in the order of :func:`pack`: wide types first, so that every tensor is aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def room_for(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """New tensors on the CPU of the same names, types and shapes, that :func:`joined` joins."""
+    room: dict[str, Tensor] = {}
+    for dtype, run in groupby(packed_order(tensors), lambda name: tensors[name].dtype):
+        names = list(run)
+        sizes = [tensors[name].numel() for name in names]
+        parts = torch.split(torch.empty(sum(sizes), dtype=dtype), sizes)
+        for name, part in zip(names, parts, strict=True):
+            room[name] = part.view(tensors[name].shape)
+    return {name: room[name] for name in tensors}
+
+
+def joined(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The same numbers in fewer tensors: those that follow each other in memory become a flat one.
+
+    Empty ones are left out. What was unpacked is one piece of memory for each type, in the order of
+    :func:`packed_order`: one pass over it takes a fraction of that over many small tensors.
+    """
+    pieces: list[Tensor] = []
+    run: list[Tensor] = []
+    end = -1
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        start = tensor.data_ptr()
+        if not (start == end and tensor.dtype == run[0].dtype and tensor.is_contiguous()):
+            pieces += _flat(run)
+            run = []
+        run.append(tensor)
+        end = start + tensor.nbytes if tensor.is_contiguous() else -1
+    return pieces + _flat(run)
+
+
+def joined_alike(left: list[Tensor], right: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Both :func:`joined` where that gives the same pieces of both, for elementwise arithmetic."""
+    both = joined(left), joined(right)
+    same = [t.shape for t in both[0]] == [t.shape for t in both[1]]
+    return both if same else (left, right)
+
+
+def _flat(run: list[Tensor]) -> list[Tensor]:
+    """One tensor of several that follow each other, if they have the same storage."""
+    if len(run) < 2:
+        return run
+    first, count = run[0].detach(), sum(tensor.numel() for tensor in run)
+    end = (first.storage_offset() + count) * first.element_size()
+    if end > first.untyped_storage().nbytes():  # neighbours by chance
+        return run
+    return [first.as_strided((count,), (1,))]
+
+
 # ---------------------------------------------------------------- (tensors, tree) <-> one buffer
 
 
@@ -184,23 +244,20 @@ def pack_tensors(
     metadata: Mapping[str, str],
     allocate: Callable[[int], Any] = bytearray,
 ) -> Any:
-    """A safetensors file in memory; wide types first, so that every tensor is aligned."""
+    """A safetensors file in memory."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES:
             raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}, which has no wire format")
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    spans: list[tuple[Tensor, int]] = []
-    offset = 0
-    for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
+    order, offset = packed_order(tensors), 0
+    for name in order:
         tensor = tensors[name]
-        size = tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _CODES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size],
+            "data_offsets": [offset, offset + tensor.nbytes],
         }
-        spans.append((tensor, offset))
-        offset += size
+        offset += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
@@ -208,12 +265,11 @@ def pack_tensors(
     view = memoryview(buffer)
     view[:8] = len(text).to_bytes(8, "little")
     view[8:start] = text
-    for tensor, at in spans:
-        if tensor.numel():
-            place = torch.frombuffer(
-                buffer, dtype=tensor.dtype, count=tensor.numel(), offset=start + at
-            )
-            place.view(tensor.shape).copy_(tensor.detach())
+    at = start
+    for piece in joined(tensors[name] for name in order):
+        place = torch.frombuffer(buffer, dtype=piece.dtype, count=piece.numel(), offset=at)
+        place.view(piece.shape).copy_(piece.detach())
+        at += piece.nbytes
     return buffer
 
 
@@ -247,22 +303,28 @@ def unpack_tensors(buffer: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     start, room = 8 + length, len(view) - 8 - length
     if view.readonly:  # torch has no read-only tensors, and would warn
         buffer, start = bytearray(view[start:]), 0
-    tensors: dict[str, Tensor] = {}
     covered = 0
-    for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda e: e[1][2:]):
+    placed = sorted(entries.items(), key=lambda entry: entry[1][2:])
+    for name, (dtype, shape, begin, end) in placed:
         count = math.prod(shape)
         if begin != covered or end - begin != count * dtype.itemsize or end > room:
             raise PayloadError(f"tensor {name!r} does not fit its place in the buffer")
         covered = end
-        if count:
-            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin)
-            tensors[name] = flat.view(shape)
-        elif max(shape) < 2**31:
-            tensors[name] = torch.empty(shape, dtype=dtype)
-        else:
+        if not count and max(shape) >= 2**31:
             raise PayloadError(f"tensor {name!r} is empty and yet has shape {shape}")
     if covered != room:
         raise PayloadError(f"{room - covered} bytes behind the last tensor")
+    tensors: dict[str, Tensor] = {}
+    for dtype, together in groupby(placed, lambda entry: entry[1][0]):
+        run = list(together)
+        begin, end = run[0][1][2], run[-1][1][3]
+        count = (end - begin) // dtype.itemsize
+        flat = torch.empty(0, dtype=dtype)
+        if count:
+            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin)
+        sizes = [(end - begin) // dtype.itemsize for _, (_, _, begin, end) in run]
+        for (name, (_, shape, _, _)), part in zip(run, torch.split(flat, sizes), strict=True):
+            tensors[name] = part.view(shape)
     return tensors, metadata
 
 

@@ -7,7 +7,16 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from furlong.core.payload import Weights, flatten, is_buffer, rebuild
+from furlong.core.payload import (
+    Weights,
+    flatten,
+    is_buffer,
+    joined,
+    joined_alike,
+    packed_order,
+    rebuild,
+    room_for,
+)
 from furlong.nn.fixed import keeps_statistics
 from furlong.seeding import threads
 
@@ -17,10 +26,11 @@ BatchNormPolicy = Literal["average", "local", "pooled", "recalibrate"]
 
 def snapshot(module: nn.Module) -> Weights:
     """A copy of the module's parameters and buffers, in the default layout, on the CPU."""
-    return {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in module.state_dict().items()
-    }
+    own = module.state_dict()
+    copies = room_for(own)
+    with torch.no_grad():
+        torch._foreach_copy_(list(copies.values()), list(own.values()))
+    return copies
 
 
 def restore(module: nn.Module, weights: Weights) -> None:
@@ -28,13 +38,13 @@ def restore(module: nn.Module, weights: Weights) -> None:
     own = module.state_dict()
     if own.keys() != weights.keys():
         raise ValueError(f"weights differ in names: {sorted(own.keys() ^ weights.keys())[:6]}")
+    for name, tensor in own.items():
+        if tensor.shape != weights[name].shape:  # a copy would broadcast (1, 1) silently
+            raise ValueError(
+                f"{name} has shape {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
+            )
     with torch.no_grad():
-        for name, tensor in own.items():
-            if tensor.shape != weights[name].shape:  # copy_ would broadcast (1, 1) silently
-                raise ValueError(
-                    f"{name} has shape {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
-                )
-            tensor.copy_(weights[name])
+        torch._foreach_copy_(list(own.values()), [weights[name] for name in own])
 
 
 def prefixed(weights: Weights, prefix: str) -> Weights:
@@ -81,11 +91,15 @@ def sq_l2(a: Weights, b: Weights) -> float:
 
 def first_nonfinite(value: Any) -> str | None:
     """The path of a tensor in ``value`` that holds NaN or infinity, or ``None``."""
-    for path, tensor in flatten(value)[0].items():
-        # one pass, nothing allocated; the float64 sum of finite float32 values is finite
-        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float64)):
-            return path
-    return None
+    tensors = {path: t for path, t in flatten(value)[0].items() if t.is_floating_point()}
+    if all(map(_finite, joined(tensors[path] for path in packed_order(tensors)))):
+        return None
+    return next((path for path, tensor in tensors.items() if not _finite(tensor)), None)
+
+
+def _finite(tensor: Tensor) -> bool:
+    """One pass, nothing allocated: the float64 sum of finite float32 values is finite."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
 
 
 DIVERGENCES = {"mean_conv_l2": mean_conv_l2, "sq_l2": sq_l2}
@@ -103,6 +117,7 @@ class Mean(Generic[P]):
         self.pooled = pooled
         self.total = 0.0
         self._sums: dict[str, Tensor] = {}
+        self._floating: list[str] = []  # the names of what is averaged, as they are packed
         self._dtypes: dict[str, torch.dtype] = {}
         self._tree: Any = None
 
@@ -110,28 +125,36 @@ class Mean(Generic[P]):
         """Count ``value`` with ``weight`` (≥ 0)."""
         tensors, tree = flatten(value)
         if not self._sums:
-            self._tree, self._dtypes = tree, {name: t.dtype for name, t in tensors.items()}
-            self._sums = {
-                name: torch.zeros(t.shape, dtype=torch.float64)
-                if t.is_floating_point()
-                else t.clone()
-                for name, t in tensors.items()
-            }
+            self._start(tensors, tree)
         self.total += weight
+        averaged = [tensors[name] for name in self._floating]
         with threads():  # elementwise, so the same bits; the other cores have clients to train
-            for name, tensor in tensors.items():
-                self._count(name, tensor, tensors, weight)
+            if self.pooled:
+                averaged = [self._with_spread(name, tensors) for name in self._floating]
+            sums = [self._sums[name] for name in self._floating]
+            sums, averaged = joined_alike(sums, averaged)
+            for total, each in zip(sums, averaged, strict=True):
+                total.add_(each, alpha=weight)
+            for name in tensors.keys() - set(self._floating):
+                torch.maximum(self._sums[name], tensors[name], out=self._sums[name])
 
-    def _count(self, name: str, tensor: Tensor, tensors: Weights, weight: float) -> None:
-        """Add one tensor of an answer's ``tensors``."""
-        sums = self._sums[name]
-        if not tensor.is_floating_point():
-            torch.maximum(sums, tensor, out=sums)
-        elif self.pooled and name.endswith("running_var"):
-            mean = tensors[name.removesuffix("var") + "mean"].double()
-            sums.add_(tensor.double() + mean.square(), alpha=weight)
-        else:
-            sums.add_(tensor, alpha=weight)
+    def _start(self, tensors: Weights, tree: Any) -> None:
+        """Sums of nothing, of the structure that the first value has."""
+        self._tree, self._dtypes = tree, {name: t.dtype for name, t in tensors.items()}
+        order = packed_order(tensors)
+        self._floating = [name for name in order if tensors[name].is_floating_point()]
+        sizes = [tensors[name].numel() for name in self._floating]
+        parts = torch.split(torch.zeros(sum(sizes), dtype=torch.float64), sizes)
+        sums = {n: p.view(tensors[n].shape) for n, p in zip(self._floating, parts, strict=True)}
+        self._sums = {n: sums[n] if n in sums else t.clone() for n, t in tensors.items()}
+
+    @staticmethod
+    def _with_spread(name: str, tensors: Weights) -> Tensor:
+        """What is added up of a tensor: σ² + μ² of a variance, else the tensor itself."""
+        if not name.endswith("running_var"):
+            return tensors[name]
+        mean = tensors[name.removesuffix("var") + "mean"].double()
+        return tensors[name].double() + mean.square()
 
     def result(self) -> P | None:
         """The mean, or ``None`` when nothing was added."""
