@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from furlong.errors import FurlongError
-from furlong.runs import grid, loop
+from furlong.methods import METHODS
+from furlong.runs import config, grid, loop
 from furlong.runs.folder import RunFolder
 from furlong.runs.prepare import prepare
 
@@ -105,6 +106,21 @@ def test_committed_comparison() -> None:
         assert (s.model.encoder, s.optimiser.name) == ("small", "adam")
         assert s.make_method().needs_public <= (s.data.public is not None)
     assert "furlong compare configs/comparisons/cifar10-small.toml" in file.read_text()
+
+
+def test_the_comparison_of_all_methods_leaves_none_out() -> None:
+    """Nothing but the method differs from row to row: each has its usual settings."""
+    file = ROOT / "configs/comparisons/all-methods.toml"
+    found = grid.grid([file], [], 1, Path("runs/x"), {"data.root": "DIR"})
+    named = {cell.settings.method["name"] for cell in found}
+    assert named == {name for name, row in METHODS.items() if not row.cls.needs_labels}
+    assert found[0].method == "furlong"  # the others are tested against the first
+    for cell in found:
+        s = cell.settings
+        alone = config.from_tree({}, {"method": s.method["name"], "data.name": "cifar10"}, "test")
+        assert s.optimiser == alone.optimiser
+        assert s.method == alone.method
+        assert (s.data.images, s.train.rounds, s.data.clients) == (10_000, 40, 5)
 
 
 # ---------------------------------------------------------------- running
