@@ -102,6 +102,15 @@ def parts() -> dict[str, Part]:
                     "rate 0.004": {"optimiser.lr": 0.004},
                     "24 rounds of two views": {"method.views": 2, "rounds": 24},
                 }.items()
+            }
+            | {
+                f"fedsimclr, {name}": {"method": "fedsimclr", "rounds": 24, **options}
+                for name, options in {
+                    "merged as in L-DAWA": {"server.rule": "ldawa"},
+                    "momentum 0.6": {"server.rule": "momentum", "server.momentum": 0.6},
+                    "batches of 16": {"batch-size": 16},
+                    "batches of 16, alone": {"batch-size": 16, "bound": "single"},
+                }.items()
             },
             seeds=(100,),
         ),
