@@ -25,10 +25,12 @@ def rows(**changes: float) -> list[dict[str, Any]]:
 
 def test_settings_are_a_valid_configuration() -> None:
     found = config.from_tree({}, demo.SETTINGS, "demo")
-    assert found.method["name"] == "fedsimclr"
-    assert found.method["temperature"] == 0.2
-    assert (found.data.clients, found.train.rounds, found.train.batch_size) == (5, 16, 64)
-    assert (found.optimiser.name, found.evaluate.knn_every) == ("adam", 3)
+    usual = config.from_tree({}, {"method": "fedsimclr"}, "usual")
+    assert (found.method, found.optimiser) == (usual.method, usual.optimiser)
+    assert found.train.batch_size == usual.train.batch_size
+    assert (found.data.clients, found.train.rounds, found.server.rule) == (5, 24, "mean")
+    federated = config.from_tree({}, {**demo.SETTINGS, **demo.FEDERATED}, "demo")
+    assert (federated.server.rule, federated.server.momentum) == ("momentum", 0.6)
 
 
 def test_average_of_one_seed_is_that_seed() -> None:
@@ -85,7 +87,8 @@ class FakeProcess:
         words = command[command.index("run") :]
         options = {word[2:]: value for word, value in pairwise(words) if word.startswith("--")}
         settings = config.from_tree({}, options, "demo")
-        self.started.append({"bound": settings.run.bound, "knn": str(settings.evaluate.knn_every)})
+        knn, rule = str(settings.evaluate.knn_every), settings.server.rule
+        self.started.append({"bound": settings.run.bound, "knn": knn, "rule": rule})
         out = Path(str(settings.run.out))
         out.mkdir(parents=True)
         who = {"none": "federated", "single": "alone", "pooled": "pooled"}[settings.run.bound]
@@ -120,9 +123,10 @@ def test_one_seed_is_three_runs(
     shown: dict[str, int] = {}
     found = demo.run_seed(tmp_path / "0", 0, lambda name, done: shown.update({name: done}))
     assert found == rows()
-    assert shown == {"federated": 16, "pooled": 16, "alone": 16}
+    assert shown == {"federated": 24, "pooled": 24, "alone": 24}
     assert [each["bound"] for each in fake.started] == ["none", "pooled", "single"]
-    assert [each["knn"] for each in fake.started] == ["3", "3", "16"]
+    assert [each["rule"] for each in fake.started] == ["momentum", "mean", "mean"]
+    assert [each["knn"] for each in fake.started] == ["4", "4", "24"]
 
 
 def test_a_run_that_fails_is_an_error_with_its_last_words(

@@ -21,12 +21,10 @@ from furlong.errors import FurlongError
 from furlong.runs.results import mean_and_spread
 
 SETTINGS = {
-    "method": "fedsimclr", "method.temperature": "0.2", "method.projection-head": "small_proj",
-    "data": "shapes", "partition": "classes:2", "clients": "5", "rounds": "16", "epochs": "1",
-    "batch-size": "64", "encoder": "small", "optimiser.name": "adam", "optimiser.lr": "0.002",
-    "optimiser.weight-decay": "0.0005", "evaluate.knn-every": "3",
-    "evaluate.monitor-images": "1000",
+    "method": "fedsimclr", "data": "shapes", "partition": "classes:2", "clients": "5",
+    "rounds": "24", "evaluate.knn-every": "4", "evaluate.monitor-images": "1000",
 }  # fmt: skip
+FEDERATED = {"server.rule": "momentum", "server.momentum": "0.6"}  # there is a server to have it
 WHO = ("random", "alone", "federated", "pooled")
 
 
@@ -48,6 +46,8 @@ class Job:
             "seed": str(self.seed),
             "out": str(self.out),
         }
+        if self.bound == "none":
+            options |= FEDERATED
         if self.bound == "single":  # five encoders to monitor: only at the end
             options["evaluate.knn-every"] = options["rounds"]
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
