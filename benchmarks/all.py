@@ -120,7 +120,7 @@ def outside(rows: list[Row]) -> Iterator[Line]:
         if "start" in row:
             yield Line(
                 f"{name}: from the start to the first step, beyond torch's import",
-                f"{row['start']['beyond_torch']:.1f} s",
+                f"{row['start']['seconds_beyond_torch']:.1f} s",
                 "1 s",
                 row["start_passed"],
             )

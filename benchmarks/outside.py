@@ -9,9 +9,8 @@ functions that a phase begins and ends with are wrapped in a clock. ``seconds`` 
 ``processor`` is the time of all processes of a run, workers included, which other programs on the
 machine change less.
 
-start      From the start of the process to the first optimiser step of a client, beside how long
-           torch's import took in it. What is beyond: Python, our modules, images, initial weights,
-           worker processes.
+start      From the start of the process to the first optimiser step of a client, less torch's
+           import: Python, our modules, images, initial weights, worker processes.
 outside    The share of monitoring, checkpoints, logs and the report in the whole command.
 evaluated  The same with the evaluation at the end, which is what a run is for.
 idle       The share of everything but rounds.
@@ -56,6 +55,7 @@ PLACES = {  # phase -> the functions that do it
 BESIDE = ("monitoring", "checkpoints", "logs", "report")  # may take MOST of the time
 MOST, START = 0.1, 1.0  # a share; seconds beyond torch's import
 TINY = {"data.images": "40", "data.test-images": "20", "data.image-size": "16", "batch-size": "8"}
+KINDS = ("seconds", "processor")
 Times = dict[str, dict[str, float]]  # phase -> seconds, processor
 
 
@@ -181,8 +181,9 @@ def watched_demo(words: list[str], began: float, smoke: bool) -> dict[str, Any]:
 
     with patch.object(subprocess, "Popen", popen):
         do(words)
-    whole = {"seconds": time.perf_counter() - began, "processor": processor()}
-    return {"whole": whole, "runs": [json.loads(file.read_text()) for file in files]}
+    whole = {"seconds": time.perf_counter() - began}
+    own = time.process_time()
+    return {"whole": whole, "own": own, "runs": [json.loads(file.read_text()) for file in files]}
 
 
 # --------------------------------------------------------------------------- what is reported
@@ -216,72 +217,61 @@ def measured(run: str, given: Namespace, folder: Path) -> dict[str, Any]:
 def whole_run(found: dict[str, Any]) -> dict[str, Any]:
     """Of what :func:`watched` wrote down: the rest, the shares, and whether goals are met."""
     phases, whole, start = found["phases"], found["whole"], found["start"]
-    phases["rest"] = {
-        kind: whole[kind] - sum(times[kind] for times in phases.values()) for kind in whole
-    }
     beyond = {kind: start[kind] - phases["torch"][kind] for kind in start}
     return {
-        "start": rounded({**start, "beyond_torch": beyond["seconds"]}),
-        "start_processor_beyond_torch": round(beyond["processor"], 2),
-        **shares(phases, whole),
-        "passed": share(phases, whole, BESIDE, "seconds") <= MOST,
+        "start": {f"{kind}_beyond_torch": round(beyond[kind], 2) for kind in beyond},
         "start_passed": beyond["seconds"] <= START,
-        "whole": rounded(whole),
-        "phases": {name: rounded(times) for name, times in phases.items()},
+        **summed(with_rest(phases, whole), whole),
     }
 
 
 def whole_demo(found: dict[str, Any]) -> dict[str, Any]:
-    """Of what :func:`watched_demo` wrote down."""
+    """Of what :func:`watched_demo` wrote down: the runs that it waits for, one after the other."""
     *first, last = found["runs"]
-    path = [max(first, key=lambda run: float(run["whole"]["seconds"])), last]
+    waited = [max(first, key=lambda run: float(run["whole"]["seconds"])), last]
     phases: Times = {}
-    for run in path:
-        for name, times in run["phases"].items():
-            so_far = phases.setdefault(name, dict.fromkeys(times, 0.0))
-            phases[name] = {kind: so_far[kind] + times[kind] for kind in times}
-    whole = {kind: sum(run["whole"][kind] for run in path) for kind in ("seconds", "processor")}
-    own = found["whole"]["seconds"] - whole["seconds"]
-    phases["own"] = {"seconds": own, "processor": 0.0}
-    whole["seconds"] = found["whole"]["seconds"]
-    return {
-        **shares(phases, whole),
-        "passed": share(phases, whole, BESIDE, "seconds") <= MOST,
-        "whole": rounded(found["whole"]),
-        "phases": {name: rounded(times) for name, times in phases.items()},
+    for run in waited:
+        for name, times in with_rest(run["phases"], run["whole"]).items():
+            so_far = phases.setdefault(name, dict.fromkeys(KINDS, 0.0))
+            phases[name] = {kind: so_far[kind] + times[kind] for kind in KINDS}
+    own = found["whole"]["seconds"] - sum(run["whole"]["seconds"] for run in waited)
+    phases["own"] = {"seconds": own, "processor": found["own"]}
+    whole = {kind: sum(times[kind] for times in phases.values()) for kind in KINDS}
+    return summed(phases, whole)
+
+
+def with_rest(phases: Times, whole: Mapping[str, float]) -> Times:
+    """The phases, and what none of them is."""
+    known = {kind: sum(times[kind] for times in phases.values()) for kind in KINDS}
+    return {**phases, "rest": {kind: whole[kind] - known[kind] for kind in KINDS}}
+
+
+def summed(phases: Times, whole: Mapping[str, float]) -> dict[str, Any]:
+    """Shares by the clock and by the processor, whether they are small enough, and all times."""
+    found: dict[str, Any] = {}
+    for kind, suffix in zip(KINDS, ("", "_processor"), strict=True):
+        taken = {name: times[kind] / whole[kind] for name, times in phases.items()}
+        outside = sum(taken[name] for name in BESIDE)
+        found[f"outside{suffix}"] = round(outside, 3)
+        found[f"evaluated{suffix}"] = round(outside + taken["evaluation"], 3)
+        found[f"idle{suffix}"] = round(1 - taken["rounds"], 3)
+    found["passed"] = found["outside"] <= MOST
+    found["phases"] = {
+        name: {kind: round(times[kind], 2) for kind in KINDS}
+        for name, times in {**phases, "whole": dict(whole)}.items()
     }
-
-
-def shares(phases: Times, whole: Mapping[str, float]) -> dict[str, float]:
-    """By the clock and by the processor."""
-    training = ("rounds",)
-    found = {}
-    for suffix, kind in (("", "seconds"), ("_processor", "processor")):
-        found[f"outside{suffix}"] = share(phases, whole, BESIDE, kind)
-        found[f"evaluated{suffix}"] = share(phases, whole, (*BESIDE, "evaluation"), kind)
-        found[f"idle{suffix}"] = 1 - share(phases, whole, training, kind)
-    return {name: round(value, 3) for name, value in found.items()}
-
-
-def share(phases: Times, whole: Mapping[str, float], names: tuple[str, ...], kind: str) -> float:
-    """What ``names`` take of the whole."""
-    return sum(phases[name][kind] for name in names if name in phases) / whole[kind]
-
-
-def rounded(times: Mapping[str, float]) -> dict[str, float]:
-    """To hundredths of a second."""
-    return {kind: round(value, 2) for kind, value in times.items()}
+    return found
 
 
 def table(row: dict[str, Any]) -> str:
     """A row in words: the phases, then the numbers."""
-    whole = row["whole"]
+    whole = row["phases"]["whole"]
     lines = [f"{row['run']:16} {'seconds':>10} {'%':>6} {'processor':>10} {'%':>6}"]
-    for name, times in {**row["phases"], "whole": whole}.items():
-        parts = [f"{times[k]:10.2f} {100 * times[k] / whole[k]:6.1f}" for k in whole]
+    for name, times in row["phases"].items():
+        parts = [f"{times[kind]:10.2f} {100 * times[kind] / whole[kind]:6.1f}" for kind in KINDS]
         lines.append(f"{name:16} {' '.join(parts)}")
-    rest = {k: v for k, v in row.items() if k not in ("run", "phases", "whole")}
-    return "\n".join([*lines, *(f"{name:34} {value}" for name, value in rest.items()), ""])
+    rest = {name: value for name, value in row.items() if name not in ("run", "phases")}
+    return "\n".join([*lines, *(f"{name:24} {value}" for name, value in rest.items()), ""])
 
 
 def main() -> None:
