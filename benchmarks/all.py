@@ -79,12 +79,13 @@ def checkpoints(rows: list[Row]) -> Iterator[Line]:
     """Of states.py: bytes must not grow with the clients that did not take part."""
     least = rows[0]["bytes"]
     for row in rows:
-        every = f"; all states: {row['all_bytes'] / 1e6:,.0f} MB in {row['all_seconds']:.1f} s"
+        every = ""
+        if "all_bytes" in row:
+            every = f"; all states: {row['all_bytes'] / 1e6:,.0f} MB in {row['all_seconds']:.1f} s"
         yield Line(
             f"a checkpoint of {row['held']:,} stateful clients ({row['encoder']}), of which "
             f"{row['cohort']} took part",
-            f"{row['bytes'] / 1e6:.1f} MB in {row['seconds']:.2f} s"
-            + (every if "all_bytes" in row else ""),
+            f"{row['bytes'] / 1e6:.1f} MB in {row['seconds']:.2f} s{every}",
             f"at most 1.1 times the bytes with {rows[0]['held']}",
             row["bytes"] <= 1.1 * least,
         )
@@ -126,7 +127,7 @@ def outside(rows: list[Row]) -> Iterator[Line]:
             )
         yield Line(
             f"{name}: share of monitoring, checkpoints, logs and report",
-            f"{row['outside']:.1%}; with the evaluation {row['evaluated']:.1%}",
+            f"{100 * row['outside']:.1f} %; with the evaluation {100 * row['evaluated']:.1f} %",
             "10 %",
             row["passed"],
         )
@@ -188,7 +189,8 @@ def peers(rows: list[Row]) -> Iterator[Line]:
                 )
         same = [value for key, value in ours.items() if key.startswith("same_bits")]
         if same:
-            yield Line(f"our bits with any number of workers, unit {unit}", "the same", "the same")
+            words = "the same" if all(same) else "others"
+            yield Line(f"our bits with 1 and 2 workers, unit {unit}", words, "the same", all(same))
 
 
 # --------------------------------------------------------------------------- what is run

@@ -1,10 +1,10 @@
 """Where the time of whole runs goes: what of it is training, and what is not.
 
     python benchmarks/outside.py [--json] [--smoke] [--runs demo,fedsimclr,default] [--rounds 20]
-        [--data cifar10] [--images 5000] [--root ../shared/data] [--keep]
+        [--data cifar10] [--images 5000] [--root ../shared/data] [--keep DIR]
 
 ``demo`` is ``furlong demo``; ``fedsimclr`` and ``default`` (no method named) are ``furlong run``
-with CIFAR-10's first images. Every run is the command itself in a new process, in which the
+with images of CIFAR-10. Every run is the command itself in a new process, in which the
 functions that a phase begins and ends with are wrapped in a clock. ``seconds`` are on the clock;
 ``processor`` is the time of all processes of a run, workers included, which other programs on the
 machine change less.
@@ -13,7 +13,7 @@ start      From the start of the process to the first optimiser step of a client
            import: Python, our modules, images, initial weights, worker processes.
 outside    The share of monitoring, checkpoints, logs and the report in the whole command.
 evaluated  The same with the evaluation at the end, which is what a run is for.
-idle       The share of everything but rounds.
+beside_rounds   The share of everything but rounds.
 
 Of the demo, whose three runs share the machine, the shares are of what it waits for: the longer one
 of the first two runs, the third, and the command's own.
@@ -254,7 +254,7 @@ def summed(phases: Times, whole: Mapping[str, float]) -> dict[str, Any]:
         outside = sum(taken[name] for name in BESIDE)
         found[f"outside{suffix}"] = round(outside, 3)
         found[f"evaluated{suffix}"] = round(outside + taken["evaluation"], 3)
-        found[f"idle{suffix}"] = round(1 - taken["rounds"], 3)
+        found[f"beside_rounds{suffix}"] = round(1 - taken["rounds"], 3)
     found["passed"] = found["outside"] <= MOST
     found["phases"] = {
         name: {kind: round(times[kind], 2) for kind in KINDS}

@@ -186,8 +186,9 @@ def vicreg(z1: Tensor, z2: Tensor, invariance: float, variance: float, covarianc
     spread, mixing = z1.new_zeros(()), z1.new_zeros(())
     for z in (z1, z2):
         spread = spread + F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() / 2
-        columns = z.T - z.T.mean(1, keepdim=True)  # not torch.cov, which waits for the device
-        squares = (columns @ columns.T / (len(z) - 1)).square()
+        columns = z.T
+        columns = columns - columns.mean(1, keepdim=True)
+        squares = (columns @ columns.T / (len(z) - 1)).square()  # torch.cov waits for the device
         mixing = mixing + (squares.sum() - squares.trace()) / z.shape[1]
     return invariance * F.mse_loss(z1, z2) + variance * spread + covariance * mixing
 
