@@ -202,15 +202,16 @@ def measured(run: str, given: Namespace, folder: Path) -> dict[str, Any]:
     if run == "demo":
         words = ["demo", "--out", str(out)]
     else:
-        options = {"data": given.data, "rounds": str(given.rounds), "out": str(out)}
+        options = {"data": given.data, "rounds": str(given.rounds)}
         options |= {"data.images": str(given.images)}
         options |= {} if given.data == "shapes" else {"data.root": given.root}
         options |= {} if run == "default" else {"method": run}
         options |= TINY if given.smoke else {}
+        options["out"] = str(out)  # at the end, as the demo has it
         words = ["run", *(word for key, value in options.items() for word in (f"--{key}", value))]
     subprocess.run(command(words, told, given.smoke), check=True, stdout=sys.stderr)
     found = json.loads(told.read_text())
-    about = {"run": run, "command": f"furlong {' '.join(words[:-2] if run == 'demo' else words)}"}
+    about = {"run": run, "command": f"furlong {' '.join(words[:-2])}"}
     return about | (whole_demo if run == "demo" else whole_run)(found)
 
 
