@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: install demo test test-slow test-all chaos lint docs supply requirements sbom vulnerabilities clean
+.PHONY: install demo test test-slow test-all chaos bench lint docs supply requirements sbom vulnerabilities clean
 
 install: $(STAMP)
 
@@ -29,6 +29,9 @@ test-all: install
 
 chaos: install # kills, full disks, damaged input, bad nodes; hours on a busy machine
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --scale 1 --federation 12
+
+bench: install # speed and scale, in under an hour on two idle cores; benchmarks/README.md
+	$(BIN)/python benchmarks/all.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +14,35 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
 LIMIT = 600  # seconds; the longest takes about twenty on an idle machine, a hang takes for ever
+
+
+def test_the_table_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come from JSON or from Markdown, and a goal that was missed is told."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("benchmarks_all", ROOT / "benchmarks" / "all.py")
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, bench)
+    spec.loader.exec_module(bench)
+    printed = (
+        "### words\n| way | model | s per round |\n|---|---|---|\n| plain | small | 9.5 (9–10) |\n"
+        "| furlong | small | 0.5 (0–1) |\n\n"
+    )
+    rows = bench.rows_in(printed)
+    assert rows[1] == {"way": "furlong", "model": "small", "s per round": "0.5 (0–1)"}
+    slow = {"method": "fedu", "clients": 1000, "overhead_ms": 2.5, "passed": False}
+    assert bench.rows_in(json.dumps(slow)) == [slow]
+    told = {"command": "python benchmarks/x.py", "seconds": 1, **bench.about(), "idle": False}
+    for name, found in (("flower", rows), ("tiny", [slow])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**told, "rows": found}))
+    lines = bench.table(tmp_path).splitlines()
+    assert "| `x.py` | 0.50 (plain 9.50) | less than plain | met |" in lines[3]
+    assert lines[2].endswith(
+        "fedu, 1,000 clients of ten images | `x.py` | 2.5 ms | 2 ms | **missed** |"
+    )
+    assert "- `peers`: not measured." in lines
+    assert sum("a busy machine" in line for line in lines) == 2
 
 
 @pytest.mark.slow

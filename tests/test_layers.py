@@ -12,6 +12,7 @@ SRC = Path(__file__).parent.parent / "src" / "furlong"
 FILES = sorted(SRC.rglob("*.py"))
 BASE = {
     "errors",
+    "devices",
     "words",
     "files",
     "seeding",

@@ -30,7 +30,7 @@ from furlong.runs.datasets import load_data, load_public
 from furlong.runs.encoders import who
 from furlong.runs.folder import RunFolder
 from furlong.runs.loop import Run
-from furlong.runs.observers import Monitor, Status
+from furlong.runs.observers import Monitor, Status, usual_spacing
 from furlong.runs.prepare import prepare
 from furlong.runs.saved_encoder import load_encoder
 from furlong.runs.split import describe_partition
@@ -335,6 +335,23 @@ def test_the_monitor_leaves_the_encoder_as_it_is(finished: Any) -> None:
     assert torch.get_num_threads() == threads
     assert encoder.training
     assert all(torch.equal(t, before[n]) for n, t in snapshot(encoder).items())
+
+
+@pytest.mark.parametrize(
+    ("options", "spacing"),
+    [
+        ({"rounds": 2}, 1),
+        ({"rounds": 20}, 10),  # 256 passes of images beside 432 in a round: dear, but twice
+        ({"rounds": 20, "epochs": 5}, 3),
+        ({"rounds": 20, "epochs": 20}, 1),
+        ({"rounds": 20, "epochs": 20, "bound": "single"}, 3),  # three encoders
+        ({"rounds": 400, "epochs": 20}, 20),
+    ],
+)
+def test_a_run_is_measured_more_often_the_more_it_trains(
+    prepared: Any, options: dict[str, Any], spacing: int
+) -> None:
+    assert usual_spacing(prepared(**options), options["rounds"]) == spacing
 
 
 def test_damaged_and_missing_encoders_are_named(finished: Any, tmp_path: Path) -> None:

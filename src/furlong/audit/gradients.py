@@ -20,6 +20,7 @@ from furlong.audit.measures import Attack, Finding, alike, by_images, recognised
 from furlong.audit.scene import DECOYS, Scene, Tell
 from furlong.core.context import Batch
 from furlong.data.augment import Augmentation, extremes, unit
+from furlong.devices import moved
 from furlong.errors import FurlongError
 
 IMAGES = 2  # behind an update: a contrast needs two
@@ -137,7 +138,7 @@ def inverted(
         return Given(truth.pixels, truth.index, truth.labels, truth.augment, now)
 
     target = [g.detach() for g in gradient(net, loss, given(views))]
-    black, white = extremes(views[0], recipe)
+    black, white = (moved(each, views[0].device) for each in extremes(views[0], recipe))
     guess = torch.stack([torch.randn_like(view) for view in views])
     guess = (guess * (white - black) / 4 + (white + black) / 2).requires_grad_(True)
     optimiser = torch.optim.Adam([guess], RATE)

@@ -18,6 +18,7 @@ from furlong.core.payload import Weights
 from furlong.core.weights import BatchNormPolicy, restore
 from furlong.data.augment import Recipe
 from furlong.data.images import ImageSet
+from furlong.devices import moved
 from furlong.nn.encoders import build_encoder, without_batchnorm
 from furlong.nn.losses import decorrelation
 from furlong.nn.optimisers import LARS, SGD, Adam, Fused
@@ -335,9 +336,9 @@ class Context:
                 labels = data.labels(index)
                 self.images_seen += len(index) if counted else 0
                 yield Batch(
-                    data.pixels(index).to(device, non_blocking=True),
+                    moved(data.pixels(index), device),
                     index,
-                    None if labels is None else labels.to(device),
+                    None if labels is None else moved(labels, device),
                     self.setup.augment,
                 )
 

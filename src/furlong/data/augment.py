@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from furlong.devices import moved
 from furlong.errors import FurlongError, nearest
 
 GRAY = (0.2989, 0.587, 0.114)
@@ -190,13 +191,13 @@ class Augmentation:
             if slots is not None:  # images bounds[k] … bounds[k + 1] have slot k; 4 is no jitter
                 sizes = slots[start : start + chunk].bincount(minlength=5)
                 bounds = [0, *sizes.cumsum(0).tolist()]
-            x = pixels.index_select(0, (part % len(pixels)).to(device))
+            x = pixels.index_select(0, moved(part % len(pixels), device))
             x = x.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
             x = self._render(x, draw.take(part), bounds).permute(0, 2, 3, 1)
             if bounds is None:
                 out[start : start + chunk] = x
             else:
-                out.index_copy_(0, part.to(device), x.contiguous())
+                out.index_copy_(0, moved(part, device), x.contiguous())
         return out.permute(0, 3, 1, 2)
 
     def _render(self, x: Tensor, draw: Draw, bounds: list[int] | None) -> Tensor:
@@ -209,7 +210,7 @@ class Augmentation:
             gray = _gray(flat.index_select(0, index))
             flat.index_copy_(0, index, gray.expand(-1, 3, -1).contiguous())
         if draw.sigma is not None and len(index := _where(draw.sigma > 0, x)):
-            kernel = _gaussian(draw.sigma[draw.sigma > 0].to(x.device), self.blur_kernel)
+            kernel = _gaussian(moved(draw.sigma[draw.sigma > 0], x.device), self.blur_kernel)
             rows, columns = _blurring(kernel, x.shape[2]), _blurring(kernel, x.shape[3])
             x.index_copy_(0, index, _resample(x.index_select(0, index), rows, columns))
         if draw.solarise is not None and len(index := _where(draw.solarise, x)):
@@ -219,7 +220,8 @@ class Augmentation:
             mean, std = torch.tensor(self.mean), torch.tensor(self.std)
             if x.shape[1] != len(mean):  # other than colours get the average of their statistics
                 mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
-            x.sub_(mean.to(x.device)[:, None, None]).div_(std.to(x.device)[:, None, None])
+            mean, std = (moved(each, x.device)[:, None, None] for each in (mean, std))
+            x.sub_(mean).div_(std)
         return x
 
     def _crop(self, x: Tensor, draw: Draw) -> Tensor:
@@ -234,9 +236,9 @@ class Augmentation:
         box = draw.box
         if box is None:
             box = torch.tensor([0.0, 0.0, height, width]).expand(len(x), 4)
-        top, left, tall, wide = box.to(x.device).unbind(1)
+        top, left, tall, wide = moved(box, x.device).unbind(1)
         if flip is not None:  # a mirrored axis starts at its far end and has a negative extent
-            mirror = flip.to(x.device)
+            mirror = moved(flip, x.device)
             left = left + wide * mirror
             wide = wide * (1 - 2 * mirror.float())
         down = _resizing(top, tall, rows, height, self.pad_crop, self.bicubic)
@@ -260,8 +262,8 @@ def crop_flip(recipe: Augmentation) -> Augmentation:
 
 
 def extremes(views: Tensor, recipe: Augmentation) -> tuple[Tensor, Tensor]:
-    """What ``recipe`` makes of black and of white, C×1×1 each, for views B×C×S×S."""
-    values = torch.tensor([0, 255], dtype=torch.uint8, device=views.device)
+    """What ``recipe`` makes of black and of white, C×1×1 each on the CPU, for views B×C×S×S."""
+    values = torch.tensor([0, 255], dtype=torch.uint8)
     images = values.view(2, 1, 1, 1).expand(2, views.shape[1], 1, 1)
     black, white = recipe.plain(images)[..., :1, :1].unbind(0)
     return black, white
@@ -272,11 +274,12 @@ def unit(views: Tensor, recipe: Augmentation) -> Tensor:
     black, white = extremes(views, recipe)
     if not black.any() and bool(white.eq(1).all()):
         return views
+    black, white = moved(black, views.device), moved(white, views.device)
     return ((views - black) / (white - black)).clamp_(0, 1)
 
 
 def rotated(images: Tensor, turns: Tensor) -> Tensor:
-    """B×C×S×S with image i turned by ``turns[i]`` (int64 B, on any device) quarter turns.
+    """B×C×S×S with image i turned by ``turns[i]`` (int64 B, on the CPU) quarter turns.
 
     Counter-clockwise, as torch.rot90; no pixel is interpolated and the memory format is kept.
     """
@@ -297,7 +300,7 @@ def _chance(count: int, p: float) -> Tensor:
 
 def _where(mask: Tensor, like: Tensor) -> Tensor:
     """The indices of a CPU ``mask`` on the device of ``like`` (no device synchronisation)."""
-    return mask.nonzero()[:, 0].to(like.device)
+    return moved(mask.nonzero()[:, 0], like.device)
 
 
 def _resizing(
@@ -358,7 +361,7 @@ def _blurring(kernel: Tensor, size: int) -> Tensor:
 
 def _gray(x: Tensor) -> Tensor:
     """Luma of N×C×P as N×1×P; channels that are not colours are each their own: N×C×P."""
-    return torch.tensor([GRAY], device=x.device) @ x if x.shape[1] == 3 else x
+    return moved(torch.tensor([GRAY]), x.device) @ x if x.shape[1] == 3 else x
 
 
 def _jitter(x: Tensor, draw: Draw, bounds: list[int], hue: bool) -> None:
@@ -370,9 +373,9 @@ def _jitter(x: Tensor, draw: Draw, bounds: list[int], hue: bool) -> None:
     factor = draw.factors.gather(1, draw.order)[:count, :, None, None]  # n×3×1×1, by slot
     rest = (1 - factor).mul_(draw.order[:count, :, None, None] != 0)
     to_pixel = rest * (draw.order[:count, :, None, None] == 2)
-    to_mean = (rest - to_pixel).to(x.device).unbind(1)
-    factors, to_gray = factor.to(x.device).unbind(1), to_pixel.to(x.device).unbind(1)
-    turn = draw.hue.to(x.device)
+    to_mean = moved(rest - to_pixel, x.device).unbind(1)
+    factors, to_gray = (moved(each, x.device).unbind(1) for each in (factor, to_pixel))
+    turn = moved(draw.hue, x.device)
     x = x[:count]
     for slot in range(4):
         here = slice(bounds[slot], bounds[slot + 1])

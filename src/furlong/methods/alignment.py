@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from furlong.core.context import ClientContext, ServerContext, Shard
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
+from furlong.devices import moved
 from furlong.errors import FurlongError
 from furlong.methods.fedsimclr import FedSimCLR
 from furlong.nn.encoders import evaluating
@@ -78,10 +79,10 @@ def distance(
     """The alignment loss of ``net`` on a random mini-batch of the images with targets ``goal``."""
     chosen, device = torch.randperm(len(pixels))[: ctx.setup.batch_size], ctx.setup.device
     net.eval()  # gradients flow all the same
-    h = net.get_submodule("backbone")(ctx.setup.augment.plain(pixels[chosen].to(device)))
+    h = net.get_submodule("backbone")(ctx.setup.augment.plain(moved(pixels[chosen], device)))
     z = net.get_submodule("projector")(h)
     net.train()
-    goal_h, goal_z = (target[chosen].to(device) for target in goal)
+    goal_h, goal_z = (moved(target[chosen], device) for target in goal)
     return alignment_loss(h, z, goal_h, goal_z, reduction)
 
 

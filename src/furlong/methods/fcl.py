@@ -28,6 +28,7 @@ from furlong.core.context import Batch, ClientContext, Context, ServerContext
 from furlong.core.method import USUAL, Local, Method, Reports, Shared
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
+from furlong.devices import moved
 from furlong.errors import FurlongError, require
 from furlong.methods.bank import blank_bank, enqueue_each, fill, purities, shares
 from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL
@@ -240,7 +241,7 @@ class FCL(Projecting, Method[Server, State, Down, Up]):
         loss = info_nce(q, k, union[:remote] if only else union, self.temperature)
         if not self.matching or ctx.exchange.round < self.matching_from:
             return loss
-        sample = union[torch.randperm(len(union))[: self.bank].to(union.device)]
+        sample = union[moved(torch.randperm(len(union))[: self.bank], union.device)]
         matched = neighbourhood_matching(q, sample, self.neighbours, self.matching_temperature)
         return loss + self.matching * matched
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from furlong.core.context import ClientContext
 from furlong.core.method import USUAL, Local
 from furlong.core.weights import snapshot
+from furlong.devices import moved
 from furlong.methods.base import WEIGHTS_REVEAL, Model, OneModel
 from furlong.methods.fedswav import project
 from furlong.methods.networks import Projecting, named_head
@@ -64,9 +65,9 @@ class FedDC(Projecting, OneModel[None]):
             bank = []
             for batch in ctx.batches(1):
                 z = project(net, batch)
+                index = moved(batch.index, z.device)
                 losses = [
-                    self.loss(z, centroids, assigned[batch.index])
-                    for centroids, assigned in clusters
+                    self.loss(z, centroids, assigned[index]) for centroids, assigned in clusters
                 ]
                 optimiser.step(torch.stack(losses).mean())
                 bank.append((batch.index, z.detach()))
@@ -92,6 +93,6 @@ class FedDC(Projecting, OneModel[None]):
             seeds = random_rows(rows, count)
             centroids, assigned = spherical_kmeans(rows, seeds, self.iterations)
             everybody = torch.full((len(ctx.data),), IGNORED, device=rows.device)
-            everybody[index.to(rows.device)] = assigned
+            everybody[moved(index, rows.device)] = assigned
             found.append((centroids, everybody))
         return found

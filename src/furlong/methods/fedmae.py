@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from furlong.core.context import Batch, Context, Setup
 from furlong.core.method import USUAL
+from furlong.devices import moved
 from furlong.errors import FurlongError, require
 from furlong.methods.base import OneNetwork
 from furlong.nn.encoders import build_encoder
@@ -149,7 +150,7 @@ class FedMAE(OneNetwork):
             wanted = (wanted - mean) * torch.rsqrt(variance + 1e-6)
         count, total = wanted.shape[:2]
         seen = min(max(1, round(total * (1 - self.mask))), total - 1)
-        order = torch.rand(count, total).argsort(1).to(view.device)
+        order = moved(torch.rand(count, total).argsort(1), view.device)
         found = net(view, order, seen)
         masked = order[:, seen:]
         return F.mse_loss(rows(found, masked), rows(wanted, masked))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from furlong.core.context import Batch, Context
 from furlong.core.method import USUAL
 from furlong.data.augment import rotated
+from furlong.devices import moved
 from furlong.methods.base import WEIGHTS_REVEAL, OneNetwork
 from furlong.methods.networks import chained
 from furlong.settings import setting
@@ -57,5 +58,4 @@ class FedRot(OneNetwork):
         else:
             turns = torch.arange(4).repeat_interleave(len(view))
             view = view.repeat(4, 1, 1, 1)
-        turns = turns.to(view.device)
-        return F.cross_entropy(net(rotated(view, turns)), turns)
+        return F.cross_entropy(net(rotated(view, turns)), moved(turns, view.device))

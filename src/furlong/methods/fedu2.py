@@ -19,6 +19,7 @@ from torch import Tensor
 from furlong.core.context import ClientContext, ServerContext
 from furlong.core.method import Local
 from furlong.core.payload import Weights, payload
+from furlong.devices import moved
 from furlong.methods.base import WEIGHTS_REVEAL
 from furlong.methods.byol import Byol, Shared, Triple
 from furlong.methods.networks import named_head
@@ -71,5 +72,5 @@ class FedU2(Byol[None]):
         """λ·SSW(z) in random planes."""
         if not self.uniform:
             return 0.0
-        planes = torch.linalg.qr(torch.randn(self.planes, z.shape[1], 2))[0].to(z)
-        return self.uniform * distance_from_uniform(z, planes)
+        planes = torch.linalg.qr(torch.randn(self.planes, z.shape[1], 2))[0]
+        return self.uniform * distance_from_uniform(z, moved(planes, z.device).to(z.dtype))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from furlong.data.augment import Recipe, extremes
+from furlong.devices import moved
 from furlong.errors import FurlongError
 
 TRIES = 1000  # for each row of coefficients
@@ -40,9 +41,10 @@ def encode(
     black, white = extremes(images, recipe)
     # signs hide nothing where pixels are not centred: then around grey, and back
     grey = (black + white) / 2 if bool((black >= 0).all()) else torch.zeros_like(black)
+    grey = moved(grey, images.device)
     if public is None:
         return instahide(images - grey, mix, max_coefficient) + grey
-    some = public[torch.randint(len(public), (len(images),))].to(images.device)
+    some = moved(public[torch.randint(len(public), (len(images),))], images.device)
     (views,) = recipe.views(some, 1)
     mixed = instahide(images - grey, mix, max_coefficient, views - grey, 2, private_share)
     return mixed + grey
@@ -114,10 +116,10 @@ def _mixed(x: Tensor, sources: Tensor, weights: Tensor) -> Tensor:
     """B mixtures of the images of ``x`` that ``sources`` B×k names, weighted by ``weights`` B×k."""
     # as one matrix product; a source that occurs twice in a row adds up
     matrix = torch.zeros(len(sources), len(x)).scatter_add_(1, sources, weights)
-    return (matrix.to(x) @ x.flatten(1)).view(len(sources), *x.shape[1:])
+    return (moved(matrix, x.device).to(x.dtype) @ x.flatten(1)).view(len(sources), *x.shape[1:])
 
 
 def _signed(x: Tensor) -> Tensor:
     """``x`` with each value's sign flipped with probability ½."""
     signs = torch.randint(2, x.shape, dtype=torch.int8).mul_(2).sub_(1)
-    return x * signs.to(x.device)
+    return x * moved(signs, x.device)

@@ -35,6 +35,7 @@ from furlong.core.method import USUAL, Local, Method, Reports, Shared
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import prefixed, snapshot
 from furlong.data.augment import unit
+from furlong.devices import moved
 from furlong.errors import FurlongError
 from furlong.methods.base import CONTRASTIVE_REMEDY, WEIGHTS_REVEAL, Model
 from furlong.methods.networks import chained, filled, named_head
@@ -326,7 +327,7 @@ class MFCL(Method[Server, None, Model, Upload]):
             for group in optimiser.torch.param_groups:
                 group["lr"] = scale * warmup_cosine(progress, self.warmup)
             pairs = stacked([codes.take(rows) for codes, rows in chosen])
-            batch = pairs.to(ctx.setup.device, memory_format=torch.channels_last)
+            batch = moved(pairs.to(memory_format=torch.channels_last), ctx.setup.device)
             first, second = net(batch).chunk(2)
             optimiser.step(nt_xent(first, second, self.temperature))
         ctx.metrics.update(optimiser.metrics())

@@ -28,6 +28,7 @@ from furlong.core.method import USUAL, Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import ema_, snapshot
 from furlong.data.augment import rotated
+from furlong.devices import moved
 from furlong.errors import require
 from furlong.methods.bank import enqueue, new_bank
 from furlong.methods.base import NO_NEGATIVES_REMEDY, WEIGHTS_REVEAL
@@ -177,11 +178,11 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         centroids = down.centroids.to(ctx.setup.device)
         for batch in ctx.batches():
             first, second = batch.views()
-            turns = torch.randint(4, (len(batch.index),)).to(ctx.setup.device)
+            turns = torch.randint(4, (len(batch.index),))
             turned = rotated(batch.views(1)[0], turns)
             # The official code also passes the first view through θ, for its BatchNorm alone.
             found = online(second)
-            loss = F.cross_entropy(layer(online(turned)), turns)
+            loss = F.cross_entropy(layer(online(turned)), moved(turns, ctx.setup.device))
             ema_(target, online, self.decay)
             with torch.no_grad():
                 wanted = F.normalize(target(first), dim=1)

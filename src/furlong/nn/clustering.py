@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from furlong.devices import moved
+
 BLOCK = 1 << 22
 """Similarities that are computed at a time (16 MB), however many rows and centroids there are."""
 
@@ -49,7 +51,7 @@ def random_rows(rows: Tensor, count: int) -> Tensor:
     """``count`` different rows of n×d."""
     if not 1 <= count <= len(rows):
         raise ValueError(f"{count} of {len(rows)} rows: there must be at least one, and enough")
-    return rows[torch.randperm(len(rows))[:count].to(rows.device)]
+    return rows[moved(torch.randperm(len(rows))[:count], rows.device)]
 
 
 @torch.no_grad()
@@ -99,7 +101,7 @@ def equalised_kmeans(
     for _ in range(iterations):
         codes = _equal_codes(rows @ centroids.T, factor, sinkhorn_iterations, 0.0)
         sums = _sums(rows, codes.argmax(1), clusters)
-        spare = rows[torch.randint(len(rows), (clusters,)).to(rows.device)]
+        spare = rows[moved(torch.randint(len(rows), (clusters,)), rows.device)]
         length = torch.linalg.vector_norm(sums, dim=1, keepdim=True)
         centroids = torch.where(length > 1e-6, F.normalize(sums, dim=1), spare)
     return centroids

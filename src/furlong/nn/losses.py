@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from furlong.devices import moved
+
 
 def nt_xent(z1: Tensor, z2: Tensor, temperature: float) -> Tensor:
     """SimCLR's loss (Chen et al. 2020): each view picks its partner among the 2B−1 others.
@@ -39,11 +41,12 @@ def nt_xent_views(z: Tensor, temperature: float) -> Tensor:
     logits = rows @ rows.T / temperature
     if images == 1:  # nothing to tell it from
         return 0 * logits.sum()
-    image = torch.arange(images, device=z.device).repeat(views)
+    image = torch.arange(images).repeat(views)  # on the CPU, where their number is known
     same = image[:, None] == image
+    partner = (same & ~torch.eye(len(rows), dtype=torch.bool)).flatten().nonzero()[:, 0]
+    same = moved(same, z.device)
     others = logits.masked_fill(same, -torch.inf).logsumexp(dim=1, keepdim=True)
-    partner = same & ~torch.eye(len(rows), dtype=torch.bool, device=z.device)
-    return F.softplus(others - logits)[partner].mean()
+    return F.softplus(others - logits).flatten()[moved(partner, z.device)].mean()
 
 
 def info_nce(query: Tensor, key: Tensor, negatives: Tensor, temperature: float) -> Tensor:
@@ -85,8 +88,13 @@ def _matching_entropy(logits: Tensor, neighbours: int) -> Tensor:
     """
     top, places = logits.topk(neighbours)
     others = torch.ones_like(logits, dtype=torch.bool).scatter(1, places, False)
-    # gathered, not masked by −∞: there 0·log 0 would make the gradients NaN
-    rest = logits.masked_select(others).view(len(logits), -1)
+    # gathered, not masked by −∞: there 0·log 0 would make the gradients NaN; and by places that
+    # are counted, not by masked_select: how many there are is known, and nothing has to wait
+    count = logits.shape[1] - neighbours
+    place = torch.where(others, others.cumsum(1) - 1, count)
+    column = torch.arange(logits.shape[1], device=logits.device).expand_as(place)
+    kept = place.new_empty(len(place), count + 1).scatter_(1, place, column)[:, :count]
+    rest = logits.gather(1, kept)
     total = rest.logsumexp(dim=1, keepdim=True)
     log_share = rest - total
     rest_entropy = -(log_share.exp() * log_share).sum(dim=1, keepdim=True)
@@ -178,7 +186,9 @@ def vicreg(z1: Tensor, z2: Tensor, invariance: float, variance: float, covarianc
     spread, mixing = z1.new_zeros(()), z1.new_zeros(())
     for z in (z1, z2):
         spread = spread + F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() / 2
-        squares = z.T.cov().square()
+        columns = z.T
+        columns = columns - columns.mean(1, keepdim=True)
+        squares = (columns @ columns.T / (len(z) - 1)).square()  # torch.cov waits for the device
         mixing = mixing + (squares.sum() - squares.trace()) / z.shape[1]
     return invariance * F.mse_loss(z1, z2) + variance * spread + covariance * mixing
 

@@ -36,7 +36,7 @@ def coordinates(features: Tensor, seed: int = 0) -> NDArray[np.float64]:
         metric="euclidean",
         negative_gradient_method="bh",  # for few points the faster one
         neighbors="exact",
-        n_jobs=1,
+        n_jobs=torch.get_num_threads(),  # any number gives the same bits
         random_state=seed,
     ).fit(features.detach().to("cpu").double().numpy())
     points = np.asarray(fitted, dtype=np.float64)

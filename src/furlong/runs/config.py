@@ -228,7 +228,8 @@ class EvaluateSettings:
 
     knn_every: int = setting(
         0,
-        "Exchanges (rounds for most methods) between two kNN monitors; 0: about twenty in a run.",
+        "Exchanges (rounds for most methods) between two kNN monitors; 0: about twenty in a run, "
+        "or as many as take a twenty-fifth of the training, but at least two.",
         role="watch",
         at_least=0,
     )

@@ -20,10 +20,10 @@ from torch import nn
 
 from furlong.core.federation import Federation
 from furlong.data.augment import preset
+from furlong.devices import pick_device
 from furlong.errors import FurlongError
 from furlong.evaluation.protocol import Encoded, Images, Protocol
 from furlong.evaluation.tuning import Transfer
-from furlong.nn.devices import pick_device
 from furlong.nn.encoders import build_encoder
 from furlong.runs import checkpoint, config
 from furlong.runs.config import Config, DataSettings

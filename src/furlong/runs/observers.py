@@ -6,6 +6,7 @@ seen; the later ones write it down, save the run, and tell whoever watches.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ from furlong.runs.prepare import Prepared
 from furlong.seeding import seed_of, shuffled, threads, with_seed
 
 Numbers = dict[str, float]
+PASSES = 6  # of an image through the encoder in training: two views, forward and (twice) back
+SHARE = 0.04  # of the training that measurements may take
 SAMPLE = 1000  # images for the quality: the rank of n images is at most n
 NOTHING_DONE = dict.fromkeys(("seconds", "images", "bytes_up", "bytes_down", "failures"), 0.0)
 
@@ -103,6 +106,23 @@ def _images(result: ExchangeResult[Any]) -> float:
     return sum(m.get("images", 0.0) for m in result.metrics.values())
 
 
+def usual_spacing(prepared: Prepared, learning: int) -> int:
+    """How many of ``learning`` exchanges are between two measurements, if nobody says.
+
+    About twenty measurements in a run; but of a short run no more than take ``SHARE`` of the
+    training, both counted in passes of an image through an encoder, and at least two.
+    """
+    setup, settings = prepared.setup, prepared.config
+    sizes = [len(images) for images in (prepared.train, prepared.test) if images is not None]
+    passes = sum(min(settings.evaluate.monitor_images, size) for size in sizes)
+    passes += 2 * min(SAMPLE, len(prepared.train))
+    if settings.run.bound == "single":  # an encoder of every client is measured
+        passes *= len(prepared.federation.clients)
+    trained = PASSES * setup.epochs * settings.train.fraction * sum(setup.sizes.values())
+    affordable = math.ceil(passes / (SHARE * trained))
+    return max(1, learning // 20, min(affordable, learning // 2))
+
+
 class Monitor:
     """Now and then kNN accuracy, and quality without labels, beside the untrained encoder's.
 
@@ -121,13 +141,13 @@ class Monitor:
         self._said: set[str] = set()
         self._one_class = ""  # the class that kNN gave to all test images, last time
         self._learning = [e.index for e in prepared.server.exchanges() if e.learns]
+        self._every = self._settings.knn_every or usual_spacing(prepared, len(self._learning))
 
     def __call__(self, event: Event) -> None:
         """Every ``evaluate.knn_every`` exchanges in which something is learnt, and at the end."""
-        every = self._settings.knn_every or max(1, len(self._learning) // 20)
         now = event.result.exchange.index
         done = bisect_right(self._learning, now)
-        if event.last or (event.result.exchange.learns and done % every == 0):
+        if event.last or (event.result.exchange.learns and done % self._every == 0):
             if self._untrained is None:
                 self._untrained = self.measure({"random": self._random})["random"]
             self._one_class = ""

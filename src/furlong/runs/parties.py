@@ -19,12 +19,12 @@ from furlong.core.payload import Weights
 from furlong.data.augment import preset
 from furlong.data.images import ImageSet
 from furlong.data.partition import Partition
+from furlong.devices import pick_device
 from furlong.errors import FurlongError
 from furlong.methods.wrappers.alone import Alone
 from furlong.methods.wrappers.private_clients import PrivateClients
 from furlong.methods.wrappers.private_records import PrivateRecords
 from furlong.methods.wrappers.ruled import Ruled
-from furlong.nn.devices import pick_device
 from furlong.nn.encoders import build_encoder, evaluating, out_dim
 from furlong.runs.config import Config
 from furlong.runs.datasets import SITES
