@@ -108,6 +108,8 @@ def parts() -> dict[str, Part]:
                 for name, options in {
                     "merged as in L-DAWA": {"server.rule": "ldawa"},
                     "momentum 0.6": {"server.rule": "momentum", "server.momentum": 0.6},
+                    "momentum 0.75": {"server.rule": "momentum", "server.momentum": 0.75},
+                    "momentum 0.85": {"server.rule": "momentum", "server.momentum": 0.85},
                     "batches of 16": {"batch-size": 16},
                     "batches of 16, alone": {"batch-size": 16, "bound": "single"},
                 }.items()
