@@ -29,7 +29,8 @@ def snapshot(module: nn.Module) -> Weights:
     own = module.state_dict()
     copies = room_for(own)
     with torch.no_grad():
-        torch._foreach_copy_(list(copies.values()), list(own.values()))
+        for name, copy in copies.items():
+            copy.copy_(own[name])
     return copies
 
 
@@ -38,13 +39,13 @@ def restore(module: nn.Module, weights: Weights) -> None:
     own = module.state_dict()
     if own.keys() != weights.keys():
         raise ValueError(f"weights differ in names: {sorted(own.keys() ^ weights.keys())[:6]}")
-    for name, tensor in own.items():
-        if tensor.shape != weights[name].shape:  # a copy would broadcast (1, 1) silently
-            raise ValueError(
-                f"{name} has shape {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
-            )
     with torch.no_grad():
-        torch._foreach_copy_(list(own.values()), [weights[name] for name in own])
+        for name, tensor in own.items():
+            if tensor.shape != weights[name].shape:  # copy_ would broadcast (1, 1) silently
+                raise ValueError(
+                    f"{name} has shape {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
+                )
+            tensor.copy_(weights[name])
 
 
 def prefixed(weights: Weights, prefix: str) -> Weights:
