@@ -243,6 +243,39 @@ def test_a_node_that_disconnects_in_mid_exchange_is_asked_again(tmp_path: Path) 
     assert weights(run) == in_process(tmp_path, "fedema", **options)
 
 
+@pytest.mark.usefixtures("small_slices")
+def test_a_node_that_goes_between_two_questions_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has some slices of a download; who looks whether another node is back sees it gone."""
+    monkeypatch.setattr(remote, "LOOK", 0.0)
+    wire = Direct(parts(tmp_path))
+    receive, nodes = wire.receive, wire.nodes
+    lost: list[str] = []
+
+    def lose(tickets: Iterable[str]) -> list[Reply]:
+        for ticket in tickets if not lost else ():
+            node, header, _ = wire.sent[int(ticket)]
+            if header["kind"] == "work" and node == 102:
+                wire.replies[ticket] = Reply(ticket, {}, error="gone", gone=True)
+                wire.away = {101, 102}
+                lost.append(ticket)
+        return receive(tickets)
+
+    def come() -> dict[int, str | None]:
+        found = nodes()
+        wire.away = set()  # at the next look they are back
+        return found
+
+    wire.receive, wire.nodes = lose, come  # type: ignore[method-assign]
+    run = train(flower(tmp_path, "fedema", rounds=1), wire=wire)
+    assert lost
+    assert failures(tmp_path) == [[]]
+    first = [node for node, header, _ in wire.sent if header.get("slice") == 0]
+    assert (first.count(100), first.count(101), first.count(102)) == (1, 2, 2)
+    assert weights(run) == in_process(tmp_path, "fedema", rounds=1)
+
+
 def test_a_node_that_stays_away_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

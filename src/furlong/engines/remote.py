@@ -394,9 +394,14 @@ class _Conversations:
 
     def _ask(self, client: int, header: dict[str, Any], body: bytes) -> None:
         remote, left = self._remote, max(1.0, self._until - time.monotonic())
+        node = remote.directory.nodes.get(client)
+        if node is None:  # it has gone since the last question
+            del self._open[client]
+            self._miss(client, "its node has disconnected", RETURN)
+            return
         about = {"client": client, "exchange": asdict(self._exchange), "seconds": left}
         whole = {**remote.question, **about, "slice_bytes": remote.slice_bytes, **header}
-        self._tickets[remote.wire.send(remote.directory.nodes[client], whole, body, left)] = client
+        self._tickets[remote.wire.send(node, whole, body, left)] = client
 
     def _hear(self) -> bool:
         """Deal with the answers that have come; whether there were any."""
