@@ -89,6 +89,10 @@ IDENTITY = "tests/deploy/test_secured_remote.py -k 'answers_once or stranger'"
 SECURED = "tests/methods/test_secured.py -k 'drops_out or plain_run or random_bytes or changed'"
 PRIVACY = "tests/core/test_privacy.py tests/methods/test_private.py -m 'not slow'"
 SPENT = "tests/methods/test_secured.py -k 'is_spent or masked_numbers'"
+SITE = (
+    "tests/deploy/test_secured_remote.py tests/deploy/test_node.py -k 'budget or noise'"
+    " -m 'not slow'"
+)
 CODEC = "tests/engines/test_codec.py -k 'not methods_run'"
 COST = (
     "tests/runs/test_cost.py"
@@ -2560,6 +2564,50 @@ MUTANTS = [
         "return cohort",
         SPENT,
         "clients send masked numbers that the budget does not hold",
+    ),
+    Mutant(
+        "dp-site-phase",
+        "methods/wrappers/secured.py",
+        """        if exchange.index % len(PHASES) != MASKED:
+            return None
+        if not (isinstance""",
+        """        if exchange.index % len(PHASES) != KEYS:
+            return None
+        if not (isinstance""",
+        SITE,
+        "a site's account is charged in a phase in which nothing of its images leaves",
+    ),
+    Mutant(
+        "dp-site-keys",
+        "methods/wrappers/secured.py",
+        "return _of_method(exchange), replace(state, secrets=None), down.inner",
+        "return _of_method(exchange), state, down.inner",
+        SITE,
+        "a round that begins anew is another answer, only because its keys are",
+    ),
+    Mutant(
+        "dp-site-new-noise",
+        "deploy/node.py",
+        "            mark = token_hex()",
+        '            mark = ""',
+        SITE,
+        "a site's account counts an answer with new noise once",
+    ),
+    Mutant(
+        "dp-site-state",
+        "deploy/node.py",
+        "        exchange, *values = asks",
+        "        exchange, *values = asks[0], asks[2]",
+        SITE,
+        "a site answers again from another state, for nothing",
+    ),
+    Mutant(
+        "dp-few-shares",
+        "runs/parties.py",
+        "fewest=max(secure.fewest, min(settings.train.min_clients, size))",
+        "fewest=secure.fewest",
+        SITE,
+        "clients open a sum with fewer shares of the noise than are accounted for",
     ),
     Mutant(
         "dp-buffers",

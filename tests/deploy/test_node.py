@@ -19,6 +19,7 @@ from PIL import Image
 
 from furlong.cli import main
 from furlong.core.context import Exchange
+from furlong.core.exchange import Kept
 from furlong.core.privacy import PrivacySettings
 from furlong.deploy.agreement import Refusal
 from furlong.deploy.disclosure import disclosure
@@ -253,33 +254,38 @@ def test_a_site_answers_once_under_a_budget(tmp_path: Path) -> None:
     """Whatever a server says: the same question gets the same answer, another one none."""
     settings = tiny("fedrot", **PRIVATE, **{"privacy.epsilon": 4.0})
     party, site = participate(settings, None, {}), Site(tmp_path, part=0)
-    header = {"run": "ab" * 16, "since": None}
+    header = {"run": "ab" * 16}
     (tmp_path / "runs" / header["run"]).mkdir(parents=True)
     first, second, third = (Exchange(k, index=k) for k in range(3))
     patient = replace(settings, train=replace(settings.train, min_clients=1))
+    down, other = {"weight": torch.zeros(2)}, {"weight": torch.ones(2)}
+    mine = Kept(down, down, (down,))
     for known in (settings, settings, patient):  # the run went back to a checkpoint
-        site._spend(header, known, party, 0, first, b"weights")
+        site._spend(header, known, party, 0, first, mine, down)
     faster = replace(settings, optimiser=replace(settings.optimiser, lr=0.5))
-    for about, known, exchange, weights_ in (
-        (header, settings, first, b"other weights"),
-        ({**header, "since": {"exchange": 0}}, settings, first, b"weights"),
-        ({**header, "sizes": {"0": 24, "1": 10_000}}, settings, first, b"weights"),
-        (header, settings, replace(first, round=1), b"weights"),
-        (header, faster, first, b"weights"),
+    for about, known, exchange, kept, sent in (
+        (header, settings, first, mine, other),
+        (header, settings, first, None, down),
+        (header, settings, first, replace(mine, state=other), down),
+        (header, settings, first, replace(mine, stats=other), down),
+        (header, settings, first, replace(mine, moments=(other,)), down),
+        ({**header, "sizes": {"0": 24, "1": 10_000}}, settings, first, mine, down),
+        (header, settings, replace(first, round=1), mine, down),
+        (header, faster, first, mine, down),
     ):
         with pytest.raises(Refusal, match="spend the privacy budget twice"):
-            site._spend(about, known, party, 0, exchange, weights_)
+            site._spend(about, known, party, 0, exchange, kept, sent)
     with pytest.raises(Refusal, match="as another client"):
-        site._spend(header, settings, party, 1, second, b"weights")
+        site._spend(header, settings, party, 1, second, mine, down)
     plain = tiny("fedrot")
     with pytest.raises(Refusal, match="began with a privacy budget"):
-        site._spend(header, plain, participate(plain, None, {}), 0, second, b"weights")
+        site._spend(header, plain, participate(plain, None, {}), 0, second, mine, down)
     assert site._end(header, b"")[0] == {"ended": True}  # a server says so, and the account stays
     with pytest.raises(Refusal, match="spend the privacy budget twice"):
-        site._spend(header, settings, party, 0, first, b"other weights")
-    site._spend(header, settings, party, 0, second, b"weights")
+        site._spend(header, settings, party, 0, first, mine, other)
+    site._spend(header, settings, party, 0, second, mine, down)
     with pytest.raises(FurlongError, match="used up"):  # there were to be two rounds
-        site._spend(header, settings, party, 0, third, b"weights")
+        site._spend(header, settings, party, 0, third, mine, down)
 
 
 @pytest.mark.slow

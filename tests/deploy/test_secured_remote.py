@@ -92,6 +92,70 @@ def test_server_killed_in_a_round_goes_on_with_the_same_bits(tmp_path: Path, pha
     assert len(adverts) == len(set(adverts)) == 9  # of two rounds, and one once more
 
 
+RECORD = {
+    "privacy.level": "record",
+    "privacy.noise": 1.0,
+    "privacy.noise_from": "seed",
+    "model.early_norm": "all_gn",
+    "privacy.max_ratio": "inf",
+}
+CLIENT = {
+    **RECORD,
+    "privacy.level": "client",
+    "privacy.noise_at": "clients",
+    "train.min_clients": 3,
+}
+
+
+def spent(tmp_path: Path) -> list[list[int]]:
+    """The exchanges that each site's own account counts."""
+    accounts = sorted(tmp_path.glob("node*/spent/*/spent.json"))
+    return [sorted(entry[0] for entry in json.loads(path.read_text())) for path in accounts]
+
+
+@pytest.mark.parametrize("private", [RECORD, CLIENT], ids=["record", "client"])
+def test_a_budget_under_masks(tmp_path: Path, private: dict[str, Any]) -> None:
+    """The same bits as in one process, and every site counts the method's own exchanges."""
+    options = {**FEW, **private}
+    run = train(flower(tmp_path, "fedrot", **options), wire=Direct(parts(tmp_path)))
+    assert weights(run) == in_process(tmp_path, "fedrot", **options)
+    assert spent(tmp_path) == [[0, 1]] * 3
+
+
+def test_a_round_that_is_done_again_costs_only_where_the_noise_is_new(tmp_path: Path) -> None:
+    """The server dies before a sum is opened: keys are new, and so is the noise of level client."""
+
+    def kill(node: int, header: dict[str, Any]) -> None:
+        if header["kind"] == "work" and header["exchange"]["index"] == 8 and node == 101:
+            raise Killed
+
+    for name, private, counted in (("record", RECORD, [0, 1]), ("client", CLIENT, [0, 1, 1])):
+        place = tmp_path / name
+        wire = Direct(parts(place))
+        wire.before = kill
+        options = {**FEW, **private, "privacy.noise_from": "secret"}
+        with suppress(Killed):
+            train(flower(place, "fedrot", **options), wire=wire)
+        go_on(place / "run", wire=Direct(parts(place)))
+        assert spent(place) == [counted] * 3
+
+
+def test_clients_open_no_sum_with_too_little_noise(tmp_path: Path) -> None:
+    """A server that names fewer clients than their shares of the noise were made for."""
+    wire = Direct(parts(tmp_path, 4))
+
+    def fewer(header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        if header["kind"] == "work" and header["exchange"]["index"] == 3:
+            assert b"[0, 1, 2, 3]" in body
+            body = body.replace(b"[0, 1, 2, 3]", b"[0, 1, 2   ]")
+        return header, body
+
+    wire.down = fewer
+    options = {**FEW, **CLIENT, "clients": 4, "train.min_clients": 4, "data.images": 40}
+    with pytest.raises(FurlongError, match=r"client 0: .* fewer than 4 clients"):
+        train(flower(tmp_path, "fedrot", rounds=1, **options), wire=wire)
+
+
 def test_a_site_that_falls_silent(tmp_path: Path) -> None:
     """In the middle of a round: the others' sum is opened without it, and it comes back."""
     scans = draw_scans(tmp_path)

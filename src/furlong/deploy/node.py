@@ -16,15 +16,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from furlong.core.context import Exchange
-from furlong.core.exchange import Failure
+from furlong.core.exchange import Failure, Kept
 from furlong.core.method import Report
 from furlong.core.noise import secret_from, secret_in
-from furlong.core.payload import PayloadError, pack_tensors, unpack_tensors
+from furlong.core.payload import PayloadError, pack, pack_tensors, unpack, unpack_tensors
 from furlong.core.privacy import Ledger
 from furlong.data import images as data
 from furlong.data.images import ImageSet
@@ -36,7 +37,7 @@ from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import can_fork
 from furlong.errors import FurlongError, describe
 from furlong.files import write_atomically
-from furlong.methods.wrappers.private import budgeted
+from furlong.methods.wrappers.private import budgeted, charged
 from furlong.runs.config import Config, all_facts
 from furlong.runs.datasets import skipped
 from furlong.runs.folder import RunFolder
@@ -189,7 +190,9 @@ class Site:
             down = decode(bytearray(whole))
         except PayloadError as error:
             raise Refusal(f"a download that cannot be read: {error}") from None
-        self._spend(header, settings, party, client, exchange, whole)
+        kept = store.get(client)
+        kept = None if kept is None else unpack(kept)
+        self._spend(header, settings, party, client, exchange, kept, down)
         turn = f"round {exchange.round + 1}"
         self.say(f"{turn}: {exchange.kind}, {size(len(whole))} received")
         ((_, report),) = engine.exchange(exchange, {client: down})
@@ -327,36 +330,38 @@ class Site:
         party: Participant,
         client: int,
         exchange: Exchange,
-        whole: Any,
+        kept: Kept | None,
+        down: Any,
     ) -> None:
-        """Charge the site's own account before training, and refuse to be asked twice.
+        """Charge the site's own account before training.
 
-        The account is not in the run's folder, which a server may have deleted.
+        An answer that would be the same again is free, and another one to the same exchange is
+        refused. An answer that has noise of its own every time is charged every time. The account
+        is not in the run's folder, which a server may have deleted.
         """
         method, ledger = budgeted(party.method), Ledger(self.folder / "spent" / header["run"])
         if method is None:
             if ledger.clients():
                 raise Refusal("this run began with a privacy budget, and now it has none")
             return
-        if method is not party.method:
-            raise Refusal("a privacy budget together with secure.sums is not built across machines")
         if ledger.clients() - {client}:  # or one site would be given the budgets of several
             raise Refusal(f"this site has answered as another client of this run than {client}")
-        # whatever else changes the answer: the same noise over another one would fall out of both
-        config = told(settings)
-        free = [name.split(".") for name, fact in all_facts().items() if fact.resume]
-        for section, key in free:  # may differ in a run that goes on, and changes no answer
-            config.get(section, {}).pop(key, None)
-        names = ("since", "sizes", "given", "encoding")
-        about = [config, asdict(exchange), *(header.get(name) for name in names)]
-        rest = json.dumps(about, sort_keys=True).encode()
-        mark = hashlib.sha256(hashlib.sha256(whole).digest() + rest).hexdigest()
-        if ledger.marks(exchange.index, client) - {mark}:
-            raise Refusal(
-                f"exchange {exchange.index + 1} was answered already, for other weights or "
-                "settings: another answer would spend the privacy budget twice"
-            )
-        method.require_budget(ledger, party.setup, exchange, [client])
+        asks = charged(party.method, exchange, None if kept is None else kept.state, down)
+        if asks is None:
+            return
+        exchange, *values = asks
+        if not method.repeats:  # there is new noise in every answer
+            mark = token_hex()
+            method.require_budget(ledger, party.setup, exchange, [client], mark)
+        else:
+            values += [] if kept is None else [kept.stats, kept.moments]
+            mark = _mark(header, settings, exchange, values)
+            if ledger.marks(exchange.index, client) - {mark}:
+                raise Refusal(
+                    f"exchange {exchange.index + 1} was answered already, for other weights or "
+                    "settings: another answer would spend the privacy budget twice"
+                )
+            method.require_budget(ledger, party.setup, exchange, [client])
         ledger.add(exchange.index, [(client, mark, method.release(party.setup, client))])
 
     def _go_back(
@@ -370,6 +375,18 @@ class Site:
         if lost:
             self.say("warning: the state of the last round is gone; this client begins anew")
         return lost
+
+
+def _mark(header: Mapping[str, Any], settings: Config, exchange: Exchange, values: Any) -> str:
+    """A digest of all that an answer depends on, beside the images; ``values`` are payloads."""
+    config = told(settings)
+    free = [name.split(".") for name, fact in all_facts().items() if fact.resume]
+    for section, key in free:  # may differ in a run that goes on, and changes no answer
+        config.get(section, {}).pop(key, None)
+    names = ("sizes", "given", "encoding")
+    about = [config, asdict(exchange), *(header.get(name) for name in names)]
+    rest = json.dumps(about, sort_keys=True).encode()
+    return hashlib.sha256(hashlib.sha256(pack(values)).digest() + rest).hexdigest()
 
 
 def identity_at(folder: Path) -> Identity:

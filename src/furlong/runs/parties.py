@@ -5,6 +5,8 @@ Server and nodes build these from the same settings by the same code, so that th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -101,10 +103,6 @@ def _secured(method: AnyMethod, settings: Config, size: int) -> AnyMethod:
         "noise; with --privacy.noise-at clients they do both"
         if settings.privacy.level == "client" and settings.privacy.noise_at == "server"
         else "",
-        "a privacy budget across machines": "a site's own account of what was spent needs to see "
-        "which weights it was sent, and that part is not built"
-        if settings.privacy.level != "none" and settings.run.engine == "flower"
-        else "",
         f"flower.encoding = {encoding}": "masked numbers are random ones, which cannot be rounded"
         if encoding != "exact"
         else "",
@@ -115,10 +113,13 @@ def _secured(method: AnyMethod, settings: Config, size: int) -> AnyMethod:
                 f"secure.sums = true shows the server nothing but sums, and {what} needs more: "
                 f"{reason}. Change that, or leave --secure out."
             )
-    settings.secure.check_cohort(size)
+    secure = settings.secure
+    if settings.privacy.level == "client":  # fewer shares are less noise than is accounted for
+        secure = replace(secure, fewest=max(secure.fewest, min(settings.train.min_clients, size)))
+    secure.check_cohort(size)
     from furlong.methods.wrappers.secured import Secured  # imports cryptography
 
-    return Secured(method, settings.secure, settings.train.fraction)
+    return Secured(method, secure, settings.train.fraction)
 
 
 def private(method: AnyMethod, settings: Config, secret: bytes | None = None) -> AnyMethod:

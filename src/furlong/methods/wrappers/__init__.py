@@ -51,6 +51,10 @@ class Wrapping(Method[S, Any, Any, Any]):
         """What the inner method sees of a run when it deals with ``client``."""
         return ctx
 
+    def asks(self, exchange: Exchange, state: Any, down: Any) -> tuple[Exchange, Any, Any] | None:
+        """A client's exchange, state and download as the inner method has them, if it is asked."""
+        return exchange, state, down
+
     def plan(self, setup: Setup) -> Iterator[Exchange]:
         """As the method plans."""
         return self.inner.plan(setup)

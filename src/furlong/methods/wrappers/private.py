@@ -215,6 +215,19 @@ def budgeted(method: AnyMethod) -> Private | None:
     return None
 
 
+def charged(
+    method: AnyMethod, exchange: Exchange, state: Any, down: Any
+) -> tuple[Exchange, Any, Any] | None:
+    """A client's question to ``method``, as the wrapper that keeps the account inside has it.
+
+    ``None`` if its answer is not made of images, such as one to a question for keys.
+    """
+    asks: tuple[Exchange, Any, Any] | None = exchange, state, down
+    while asks is not None and isinstance(method, Wrapping) and not isinstance(method, Private):
+        asks, method = method.asks(*asks), method.inner
+    return asks
+
+
 @lru_cache(maxsize=8)
 def _visits(
     plan: tuple[Exchange, ...], seed: int, clients: tuple[int, ...], fraction: float

@@ -135,6 +135,14 @@ class Secured(Wrapping[State]):
                 kind = exchange.kind if phase == MASKED else f"{exchange.kind}: {name}"
                 yield replace(exchange, kind=kind, learns=exchange.learns and phase == UNMASK)
 
+    def asks(self, exchange: Exchange, state: Any, down: Any) -> tuple[Exchange, Any, Any] | None:
+        """The method's own question, in the phase in which a client trains."""
+        if exchange.index % len(PHASES) != MASKED:
+            return None
+        if not (isinstance(down, Work) and isinstance(state, Client)):
+            raise ProtocolError("secure aggregation: this phase is not the client's next one")
+        return _of_method(exchange), replace(state, secrets=None), down.inner
+
     def asked(self, server: State, cohort: list[int], ctx: ServerContext) -> list[int]:
         """Who has kept up so far; nobody where the round is given up."""
         phase, now = ctx.exchange.index % len(PHASES), server.round
