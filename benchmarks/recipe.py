@@ -185,6 +185,20 @@ def parts() -> dict[str, Part]:
             },
             pairs=tuple((f"{place}: furlong", f"{place}: fedsimclr") for place in elsewhere),
         ),
+        "furlong-fashion": Part(
+            "images of another kind: 5,000 of Fashion-MNIST, two classes per client, 20 rounds",
+            {**QUICK, "data": "fashion_mnist", "data.validation": "false", "data.images": 5000},
+            {
+                **{
+                    name: {"method": name}
+                    for name in ("furlong", "fedsimclr", "ldawa", "fedmoco", "fedbyol", "fedu")
+                },
+                "furlong, pooled": {"method": "furlong", **POOLED, **FALLING},
+                "furlong, from nothing": {"method": "furlong", "init": "random"},
+            },
+            against="fedsimclr",
+            pairs=(("furlong", "furlong, pooled"), ("furlong", "furlong, from nothing")),
+        ),
         "furlong-table": Part(
             "the same at the budget of the methods' table: 10,000 images, 40 rounds; test images",
             {**learning.TABLE, **learning.QUIET, "rounds": 40},
