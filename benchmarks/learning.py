@@ -343,6 +343,15 @@ def keep(part: str, row: str, seed: int, found: dict[str, Any]) -> None:
     path.with_suffix(".new").replace(path)
 
 
+def ended(process: subprocess.Popen[bytes]) -> float | None:
+    """Processor seconds of a process and its children, if it has ended."""
+    which, status, used = os.wait4(process.pid, os.WNOHANG)
+    if not which:
+        return None
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return round(used.ru_utime + used.ru_stime, 1)
+
+
 def run(name: str, part: Part, given: Any) -> None:
     """The runs that are missing, the first seed first."""
     there, out = kept(name), given.out / name
@@ -360,17 +369,21 @@ def run(name: str, part: Part, given: Any) -> None:
         while todo and len(going) < given.jobs:
             row, seed = todo.pop(0)
             place = out / name_of(row, seed)
+            whole = not (place / "checkpoints").exists()
             words = command(place, {**part.all, **part.rows[row]}, seed, given.root)
             log = place.with_name(f"{place.name}.log").open("ab")
             process = subprocess.Popen(
                 [sys.executable, "-m", "furlong.cli", *words], stdout=log, stderr=log
             )
-            going[process] = (row, seed, place)
+            going[process] = (row, seed, place, whole)
         time.sleep(1)
-        for process in [p for p in going if p.poll() is not None]:
-            row, seed, place = going.pop(process)
+        for process, processor in [(p, s) for p in going if (s := ended(p)) is not None]:
+            row, seed, place, whole = going.pop(process)
             if process.returncode == 0:
-                keep(name, row, seed, {**numbers(place), **part.more(place)})
+                found = {**numbers(place), **part.more(place)}
+                if whole:  # else it has the time of the run's last part only
+                    found["processor"] = processor
+                keep(name, row, seed, found)
                 shutil.rmtree(place)
             failed += process.returncode != 0
             state = "done" if process.returncode == 0 else f"FAILED, see {place}.log"
@@ -403,7 +416,7 @@ def table(name: str, part: Part) -> str:
     lines = [
         f"**{name}**: {part.about}",
         "",
-        cells("row", *used, *(SHOWN[k] for k in extra), "MB sent", "seconds", "seeds"),
+        cells("row", *used, *(SHOWN[k] for k in extra), "MB sent", "processor min", "seeds"),
         cells(*["---"] * (len(used) + len(extra) + 4)),
     ]
     ordered = [there[row] for row in reversed(part.rows) if row in there]  # the first row wins
@@ -423,7 +436,7 @@ def table(name: str, part: Part) -> str:
                 *(spread([value(n, key) for n in runs]) for key in used.values()),
                 *(spread([n["log"][k] for n in runs if k in n["log"]], 2) for k in extra),
                 spread([n["sent"] for n in runs]),
-                spread([n["seconds"] for n in runs], 0),
+                spread([n.get("processor", float("nan")) / 60 for n in runs]),
                 str(len(runs)),
             )
         )
