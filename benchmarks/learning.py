@@ -59,6 +59,32 @@ class Part:
 CIFAR: Options = {"data": "cifar10", "data.images": 5000, "data.test-images": 5000}
 TABLE: Options = {**CIFAR, "data.images": 10000, "data.test-images": 10000}
 QUIET: Options = {"evaluate.knn-every": 10, "run.save-every": 5}
+SHORT: dict[str, dict[str, Options]] = {
+    "fedbarlow": {
+        "rate 0.001, batch 32, 60 rounds": {
+            "optimiser.lr": 0.001,
+            "batch-size": 32,
+            "rounds": 60,
+        },
+        "60 rounds": {"rounds": 60},
+        "off-diagonal 0.02": {"method.off-diagonal": 0.02},
+        "head 512-512": {"method.projection-head": "mlp:512:512"},
+    },
+    "fedsimsiam": {
+        "batch 16": {"batch-size": 16},
+        "batch 16, 40 rounds, rate 0.001": {
+            "batch-size": 16,
+            "rounds": 40,
+            "optimiser.lr": 0.001,
+        },
+        "constant rate": {"optimiser.schedule": "constant"},
+    },
+    "orchestra": {
+        "80 rounds": {"rounds": 80},
+        "rate 0.001": {"optimiser.lr": 0.001},
+        "batch 16": {"batch-size": 16},
+    },
+}
 CHOOSE: Options = {"data.validation": "true", "data.images": 7000, "data.test-images": 2000}
 
 
@@ -78,6 +104,16 @@ def parts() -> dict[str, Part]:
         ),
         "choose-cifar10": Part(
             "the same on CIFAR-10", {**CIFAR, **CHOOSE, **QUIET}, usual(), seeds=(101,)
+        ),
+        "choose-short": Part(
+            "methods whose usual settings gain too little on CIFAR-10, with others",
+            {**CIFAR, **CHOOSE, **QUIET},
+            {
+                f"{method}, {name}": {"method": method, **options}
+                for method, tries in SHORT.items()
+                for name, options in tries.items()
+            },
+            seeds=(101,),
         ),
         "choose-demo": Part(
             "what the demo could show: who trained, with which method and how many rounds",
