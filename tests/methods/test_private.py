@@ -28,11 +28,13 @@ from furlong.methods.wrappers.private_clients import clipped
 from furlong.methods.wrappers.private_records import (
     NoisyOptimiser,
     _NoisyContext,
+    _Sample,
     clipped_sum,
 )
 from furlong.nn.losses import nt_xent
 from furlong.runs import checkpoint, loop
 from furlong.runs.prepare import Prepared, prepare
+from furlong.seeding import with_seed
 
 GN = {"model.early_norm": "all_gn", "privacy.max_ratio": "inf", "privacy.noise_from": "seed"}
 RECORD = {**GN, "privacy.level": "record", "privacy.noise": 1.0}
@@ -190,6 +192,38 @@ def test_noise_has_the_size_that_is_accounted_for(prepared: Callable[..., Prepar
         ctx.optimiser(net).descend(lambda _: 0 * net.weight.sum(), batch)
     with pytest.raises(FurlongError, match="whole batch"):
         ctx.optimiser(net).step(net.weight.sum())
+
+
+def test_nobody_else_knows_which_views_were_drawn(
+    prepared: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By run.seed, which all know, one image less would be other views of all behind it.
+
+    That moves a sum of gradients by far more than one clip. It is shown here for views of the
+    seed, and that what a client trains on is drawn from its secret.
+    """
+    run = prepared("fedrot", **RECORD, **PLAIN)
+    pixels, augment = run.federation.images.pixels[:24], run.setup.augment
+    with with_seed(7):
+        (whole,) = augment.views(pixels, 1)
+    with with_seed(7):
+        (without,) = augment.views(torch.cat([pixels[:3], pixels[4:]]), 1)
+    assert sum(not torch.equal(a, b) for a, b in zip(whole[4:], without[3:], strict=True)) > 15
+
+    seen: list[Tensor] = []
+    views = _Sample.views
+
+    def looked_at(self: _Sample, n: int = 2) -> tuple[Tensor, ...]:
+        if n not in self.drawn:
+            seen.append(views(self, n)[0])
+        return views(self, n)
+
+    monkeypatch.setattr(_Sample, "views", looked_at)
+    for secret in (b"a", b"b", b"a"):
+        answer(replace(run, method=replace(run.method, secret=32 * secret)))
+    one, other, again = seen
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
 
 
 def test_nothing_but_weights_leaves(prepared: Callable[..., Prepared]) -> None:

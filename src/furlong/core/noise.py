@@ -93,3 +93,7 @@ class Noise:
     def order(self, count: int) -> Tensor:
         """A permutation of ``count``."""
         return self.uniform(count).argsort()
+
+    def seed(self) -> int:
+        """A 63-bit number for torch's generator, where nobody else may repeat what it draws."""
+        return int.from_bytes(secret_from(self._key, "seed")[:8], "little") >> 1

@@ -8,7 +8,10 @@ A unit is a record, or a group of records that the method contrasts with each ot
 drawn anew for every step. g_u is the gradient of the loss of this unit alone, computed alone: no
 other unit can have a part in it. If one record is taken away its group is not whole and gives
 nothing, so the sum moves by at most C; if the record is replaced, by at most 2C. Sample, groups and
-noise come from a secret of the client. All that it sends is made of weights after such steps.
+noise come from a secret of the client, and so do views and all else that is drawn at random: which
+of a stream's numbers an image's view gets depends on how many images are before it, so with numbers
+that all know one record less would be other views of every image behind it, which no clip bounds.
+All that a client sends is made of weights after such steps.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from furlong.core.noise import Noise, digest
 from furlong.core.privacy import Ledger, PrivacySettings, Release, noise_for
 from furlong.errors import FurlongError
 from furlong.methods.wrappers.private import Forecast, Private, cut
+from furlong.seeding import with_seed
 from furlong.words import plural
 
 
@@ -125,7 +129,9 @@ class PrivateRecords(Private):
         noisy = _NoisyContext(
             **known, release=release, privacy=self.privacy, places=places, stream=stream
         )
-        local = self.inner.local_update(state, down, noisy)
+        views = self._stream("views", ctx.client, ctx.exchange.index, started, how)
+        with with_seed(views.seed(), ctx.setup.device):
+            local = self.inner.local_update(state, down, noisy)
         # what is expected, and not how many were drawn
         ctx.images_seen = round(release.count * release.sampling * places * self.privacy.group)
         return Local(local.state, local.upload, {})
