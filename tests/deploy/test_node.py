@@ -21,13 +21,13 @@ from furlong.cli import main
 from furlong.core.context import Exchange
 from furlong.core.exchange import Kept
 from furlong.core.privacy import PrivacySettings
-from furlong.deploy.agreement import Refusal
+from furlong.deploy.agreement import Refusal, settings_of
 from furlong.deploy.disclosure import disclosure
 from furlong.deploy.node import OwnImages, Site, without_paths
 from furlong.deploy.states import StateFiles
 from furlong.errors import FurlongError
 from furlong.runs import loop
-from furlong.runs.config import from_tree
+from furlong.runs.config import Config, from_tree
 from furlong.runs.nodes import participate, told
 
 BAD = """
@@ -256,7 +256,7 @@ def test_a_site_answers_once_under_a_budget(tmp_path: Path) -> None:
     party, site = participate(settings, None, {}), Site(tmp_path, part=0)
     header = {"run": "ab" * 16}
     (tmp_path / "runs" / header["run"]).mkdir(parents=True)
-    first, second, third = (Exchange(k, index=k) for k in range(3))
+    first, second, third = (Exchange(k, index=k) for k in range(3))  # there are to be two rounds
     patient = replace(settings, train=replace(settings.train, min_clients=1))
     down, other = {"weight": torch.zeros(2)}, {"weight": torch.ones(2)}
     mine = Kept(down, down, (down,))
@@ -270,11 +270,16 @@ def test_a_site_answers_once_under_a_budget(tmp_path: Path) -> None:
         (header, settings, first, replace(mine, stats=other), down),
         (header, settings, first, replace(mine, moments=(other,)), down),
         ({**header, "sizes": {"0": 24, "1": 10_000}}, settings, first, mine, down),
-        (header, settings, replace(first, round=1), mine, down),
         (header, faster, first, mine, down),
     ):
         with pytest.raises(Refusal, match="spend the privacy budget twice"):
             site._spend(about, known, party, 0, exchange, kept, sent)
+    for asked in (third, replace(first, round=1), replace(second, clients=(0, 1))):
+        with pytest.raises(Refusal, match="not one of this run's"):
+            site._spend(header, settings, party, 0, asked, mine, down)
+    other_noise = replace(party, method=replace(party.method, secret=32 * b"a"))
+    with pytest.raises(Refusal, match=r"another noise\.key"):  # the file was lost and made anew
+        site._spend(header, settings, other_noise, 0, first, mine, down)
     with pytest.raises(Refusal, match="as another client"):
         site._spend(header, settings, party, 1, second, mine, down)
     plain = tiny("fedrot")
@@ -283,9 +288,27 @@ def test_a_site_answers_once_under_a_budget(tmp_path: Path) -> None:
     assert site._end(header, b"")[0] == {"ended": True}  # a server says so, and the account stays
     with pytest.raises(Refusal, match="spend the privacy budget twice"):
         site._spend(header, settings, party, 0, first, mine, other)
+    less = tiny("fedrot", **PRIVATE, **{"privacy.epsilon": 2.0})
+    with pytest.raises(FurlongError, match="used up"):
+        site._spend(header, less, participate(less, None, {}), 0, second, mine, down)
     site._spend(header, settings, party, 0, second, mine, down)
-    with pytest.raises(FurlongError, match="used up"):  # there were to be two rounds
-        site._spend(header, settings, party, 0, third, mine, down)
+
+
+def test_a_server_cannot_make_shares_of_noise_smaller() -> None:
+    """The more clients must answer, the less noise each adds: a site agrees to their number."""
+    shares = {**PRIVATE, "privacy.level": "client", "privacy.noise": 1.0}
+    shares |= {"privacy.noise_at": "clients", "train.min_clients": 2}
+    mine, theirs = (tiny("fedsimclr", **{**shares, "train.min_clients": m}) for m in (2, 3))
+
+    def agreed(settings: Config, agree: Config) -> Config:
+        header = {"config": told(settings)}
+        return settings_of(header, agree=agree, code=True, own=False, device="cpu")
+
+    assert agreed(mine, mine).train.min_clients == 2
+    with pytest.raises(Refusal, match="min_clients is 3, not 2"):
+        agreed(theirs, mine)
+    plain = [replace(each, privacy=PrivacySettings()) for each in (theirs, mine)]
+    assert agreed(*plain).train.min_clients == 3  # there it is the server's own affair
 
 
 @pytest.mark.slow

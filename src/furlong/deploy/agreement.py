@@ -129,6 +129,8 @@ def _require_agreed(settings: Config, agree: Config) -> None:
         for tree in (told(settings), told(agree))
     )
     free = {name for name, fact in all_facts().items() if not fact.agree}
+    if agree.privacy.noise_at == "clients":  # the more must answer, the less noise each one adds
+        free -= {"train.min_clients"}
     other = [key for key in mine if mine[key] != theirs.get(key) and key not in free]
     if other:
         lines = (f"{key} is {theirs.get(key)!r}, not {mine[key]!r}" for key in other[:5])

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ import torch
 from furlong.core.context import Exchange
 from furlong.core.exchange import Failure, Kept
 from furlong.core.method import Report
-from furlong.core.noise import secret_from, secret_in
+from furlong.core.noise import KEY, secret_from, secret_in
 from furlong.core.payload import PayloadError, pack, pack_tensors, unpack, unpack_tensors
 from furlong.core.privacy import Ledger
 from furlong.data import images as data
@@ -336,14 +337,21 @@ class Site:
         """Charge the site's own account before training.
 
         An answer that would be the same again is free, and another one to the same exchange is
-        refused. An answer that has noise of its own every time is charged every time. The account
-        is not in the run's folder, which a server may have deleted.
+        refused, as is an exchange that the run does not have. An answer that has noise of its own
+        every time is charged every time. The account is not in the run's folder, which a server
+        may have deleted.
         """
         method, ledger = budgeted(party.method), Ledger(self.folder / "spent" / header["run"])
         if method is None:
             if ledger.clients():
                 raise Refusal("this run began with a privacy budget, and now it has none")
             return
+        every = party.method.plan(party.setup)
+        planned = next(islice(every, exchange.index, None), None)
+        if planned is None or replace(planned, index=exchange.index) != exchange:
+            raise Refusal(
+                f"exchange {exchange.index + 1}, as it is asked for, is not one of this run's"
+            )
         if ledger.clients() - {client}:  # or one site would be given the budgets of several
             raise Refusal(f"this site has answered as another client of this run than {client}")
         asks = charged(party.method, exchange, None if kept is None else kept.state, down)
@@ -355,11 +363,12 @@ class Site:
             method.require_budget(ledger, party.setup, exchange, [client], mark)
         else:
             values += [] if kept is None else [kept.stats, kept.moments]
-            mark = _mark(header, settings, exchange, values)
+            mark = _mark(header, settings, exchange, values, method.secret)
             if ledger.marks(exchange.index, client) - {mark}:
                 raise Refusal(
                     f"exchange {exchange.index + 1} was answered already, for other weights or "
-                    "settings: another answer would spend the privacy budget twice"
+                    f"settings, or with another {KEY}: another answer would spend the privacy "
+                    "budget twice"
                 )
             method.require_budget(ledger, party.setup, exchange, [client])
         ledger.add(exchange.index, [(client, mark, method.release(party.setup, client))])
@@ -377,14 +386,24 @@ class Site:
         return lost
 
 
-def _mark(header: Mapping[str, Any], settings: Config, exchange: Exchange, values: Any) -> str:
-    """A digest of all that an answer depends on, beside the images; ``values`` are payloads."""
+def _mark(
+    header: Mapping[str, Any],
+    settings: Config,
+    exchange: Exchange,
+    values: Any,
+    secret: bytes | None,
+) -> str:
+    """A digest of all that an answer depends on, beside the images; ``values`` are payloads.
+
+    ``secret``: what the noise is made from; with another one the answer would be another.
+    """
     config = told(settings)
     free = [name.split(".") for name, fact in all_facts().items() if fact.resume]
     for section, key in free:  # may differ in a run that goes on, and changes no answer
         config.get(section, {}).pop(key, None)
     names = ("sizes", "given", "encoding")
-    about = [config, asdict(exchange), *(header.get(name) for name in names)]
+    key = secret_from(secret, "mark").hex()
+    about = [config, asdict(exchange), *(header.get(name) for name in names), key]
     rest = json.dumps(about, sort_keys=True).encode()
     return hashlib.sha256(hashlib.sha256(pack(values)).digest() + rest).hexdigest()
 
