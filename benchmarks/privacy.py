@@ -3,6 +3,7 @@
     python benchmarks/privacy.py                         # run what is missing, then print
     python benchmarks/privacy.py --part hospitals --only "ε = 8" --seeds 0,1
     python benchmarks/privacy.py --show                  # print what is there
+    python benchmarks/privacy.py --part choose           # by which the settings were chosen
     python benchmarks/privacy.py --smoke                 # two tiny runs on figures
 
 Every row is one ``furlong run`` with one worker and one thread. Of a finished run a few numbers are
@@ -21,32 +22,42 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from measuring import parse, parser
+from scipy.stats import t
 
 KEPT = Path(__file__).parent / "privacy"
 Options = dict[str, Any]
 ALL: Options = {
-    "method": "fedrot",  # its loss is a sum over images, and it needs one pass per image
-    "method.mode": "random",
+    "method": "fedrot",  # its loss is a sum over images
+    "method.mode": "all4",  # of four turns the gradients have more in common than of one
     "model.early-norm": "all_gn",
     "privacy.noise-from": "seed",  # so that the table can be made again
     "privacy.max-ratio": "inf",
     "evaluate.knn-every": 1000,
     "workers": 1,
-    "rounds": 5,
-    "epochs": 2,
+    "rounds": 3,
+    "epochs": 1,
 }
 PARTS: dict[str, Options] = {
     "cifar10": {
         "data": "cifar10",
-        "data.images": 5000,
-        "data.test-images": 2000,
+        "data.images": 30000,
         "partition": "iid",
         "clients": 5,
-        "batch-size": 200,
+        "batch-size": 400,
+    },
+    "choose": {
+        "data": "cifar10",
+        "data.images": 42000,
+        "data.test-images": 2000,
+        "data.validation": "true",
+        "partition": "iid",
+        "clients": 5,
+        "batch-size": 400,
     },
     "hospitals": {
         "data": "parquet:{root}/lgg",
@@ -76,6 +87,34 @@ ROWS: dict[str, Options] = {
     "record, ε = 1": {"privacy.level": "record", "privacy.epsilon": 1},
 }
 CLIENT: Options = {"privacy.level": "client", "privacy.epsilon": 8}
+MEASURES = {
+    "kNN": ("knn", "accuracy"),
+    "linear": ("linear", "accuracy"),
+    "AUROC": ("linear", "auroc"),
+}
+OTHER: dict[str, dict[str, Options]] = {  # rows of parts that have their own
+    "choose": {
+        "one random turn, no privacy": {
+            "method.mode": "random",
+            "data.images": 22000,
+            "batch-size": 500,
+            "rounds": 5,
+            "epochs": 2,
+        },
+        "no privacy": {},
+        "record, ε = 1": ROWS["record, ε = 1"],
+    },
+}
+
+
+def rows(part: str) -> dict[str, Options]:
+    """What is run, and how a row differs from the part."""
+    return OTHER.get(part, ROWS)
+
+
+def seeds(part: str, given: Any) -> list[str]:
+    """For choosing, one that no other table has."""
+    return ["100"] if part == "choose" else given.seeds.split(",")
 
 
 def words(options: Options, root: str) -> list[str]:
@@ -120,7 +159,8 @@ def call(*arguments: str) -> str:
 def train(part: str, row: str, seed: str, given: Any) -> dict[str, Any]:
     """The numbers of one run."""
     out = given.out / part / f"{row.replace(' ', '')}-{seed}"
-    options = {**ALL, **PARTS[part], **ROWS[row], "seed": seed, "out": out, "data.root": given.root}
+    options = {**ALL, **PARTS[part], **rows(part)[row], "seed": seed, "out": out}
+    options["data.root"] = given.root
     if part == "hospitals":
         del options["data.root"]
     load = os.getloadavg()[0]
@@ -158,7 +198,7 @@ def table(part: str) -> str:
         "| row | ε | noise σ | noise to signal | kNN % | linear % | AUROC | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in [*ROWS, "client, ε = 8"]:
+    for row in [*rows(part), *([] if part in OTHER else ["client, ε = 8"])]:
         runs = list(there.get(row, {}).values())
         if not runs:
             lines.append(f"| {row} | not run | | | | | | 0 |")
@@ -172,35 +212,67 @@ def table(part: str) -> str:
         ]
         scores = ["refused", "", "", "0"]
         if "results" in first:
-            pairs = (("knn", "accuracy"), ("linear", "accuracy"), ("linear", "auroc"))
-            scores = [_spread(runs, "federated", *pair) for pair in pairs] + [str(len(runs))]
+            scores = [_spread(numbers(runs, "federated", name)) for name in MEASURES]
+            scores.append(str(len(runs)))
         lines.append(f"| {' | '.join([row, *budget, *scores])} |")
     # the same in all rows of a seed
     every = [*{k: n for runs in there.values() for k, n in runs.items() if "results" in n}.values()]
     if every:
-        random = [
-            _spread(every, "random", k, w)
-            for k, w in (("knn", "accuracy"), ("linear", "accuracy"), ("linear", "auroc"))
-        ]
+        random = [_spread(numbers(every, "random", name)) for name in MEASURES]
         lines.append(f"| *untrained encoder* | | | | {' | '.join(random)} | |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *differences(part)])
 
 
-def _spread(runs: list[dict[str, Any]], who: str, protocol: str, what: str) -> str:
-    found = [n["results"].get(f"{who} {protocol}", {}).get(what) for n in runs]
-    values = [100 * value for value in found if value is not None]
+def differences(part: str) -> list[str]:
+    """What each row gains, and what its budget costs: paired over seeds, with 95 % intervals."""
+    there, lines = kept(part), [""]
+    plain = there.get("no privacy", {})
+    for row in rows(part):
+        runs = there.get(row, {})
+        both = sorted(runs.keys() & plain.keys())
+        gains, costs = [], []
+        for name in MEASURES:
+            ours = numbers(runs.values(), "federated", name)
+            gains.append(_gap(name, ours, numbers(runs.values(), "random", name)))
+            ours = numbers([runs[seed] for seed in both], "federated", name)
+            theirs = numbers([plain[seed] for seed in both], "federated", name)
+            costs.append(_gap(name, ours, theirs))
+        if runs:
+            lines.append(f"- {row} − untrained encoder: {', '.join(gains)}")
+        if both and row != "no privacy":
+            lines.append(f"- {row} − no privacy: {', '.join(costs)}")
+    return lines
+
+
+def numbers(runs: Iterable[dict[str, Any]], who: str, measure: str) -> list[float]:
+    """A measure of every run, in per cent, as far as it is there."""
+    protocol, what = MEASURES[measure]
+    found = [run["results"].get(f"{who} {protocol}", {}).get(what) for run in runs]
+    return [100 * value for value in found if value is not None]
+
+
+def _spread(values: list[float]) -> str:
     if not values:
         return "–"
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.1f}{deviation}"
 
 
+def _gap(name: str, ours: list[float], theirs: list[float]) -> str:
+    """The mean difference; over several seeds with the 95 % interval of a paired t-test."""
+    gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
+    if len(gaps) < 2:
+        return f"{name} {gaps[0]:+.1f} (one seed)" if gaps else f"{name} –"
+    half = t.ppf(0.975, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
+    return f"{name} {statistics.mean(gaps):+.1f} ± {half:.1f}"
+
+
 def work(part: str, given: Any) -> None:
     """The runs that are missing."""
-    if "0" not in kept(part).get("client, ε = 8", {}):
+    if part not in OTHER and "0" not in kept(part).get("client, ε = 8", {}):
         keep(part, "client, ε = 8", "0", plan(part, given))
-    for seed in given.seeds.split(","):
-        for row in ROWS:
+    for seed in seeds(part, given):
+        for row in rows(part):
             if given.only in row and seed not in kept(part).get(row, {}):
                 began = time.time()
                 keep(part, row, seed, train(part, row, seed, given))

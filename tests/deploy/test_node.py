@@ -250,7 +250,9 @@ def test_a_folder_that_vanished_is_not_named_to_the_server(tmp_path: Path) -> No
 PRIVATE = {"privacy.level": "record", "model.early_norm": "all_gn", "privacy.max_ratio": "inf"}
 
 
-def test_a_site_answers_once_under_a_budget(tmp_path: Path) -> None:
+def test_a_site_answers_once_under_a_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever a server says: the same question gets the same answer, another one none."""
     settings = tiny("fedrot", **PRIVATE, **{"privacy.epsilon": 4.0})
     party, site = participate(settings, None, {}), Site(tmp_path, part=0)
@@ -280,6 +282,10 @@ def test_a_site_answers_once_under_a_budget(tmp_path: Path) -> None:
     other_noise = replace(party, method=replace(party.method, secret=32 * b"a"))
     with pytest.raises(Refusal, match=r"another noise\.key"):  # the file was lost and made anew
         site._spend(header, settings, other_noise, 0, first, mine, down)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9")
+        with pytest.raises(Refusal, match="on another machine"):
+            site._spend(header, settings, party, 0, first, mine, down)
     with pytest.raises(Refusal, match="as another client"):
         site._spend(header, settings, party, 1, second, mine, down)
     plain = tiny("fedrot")

@@ -374,6 +374,17 @@ def test_noise_of_another_size_is_other_noise(prepared: Callable[..., Prepared])
     assert abs(float(torch.corrcoef(torch.stack([m.flatten() for m in moves]))[0, 1])) < 0.1
 
 
+def test_another_version_of_torch_is_other_noise(
+    prepared: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may round otherwise, and the same noise would fall out of the difference."""
+    run, name = prepared("fedrot", **RECORD, **PLAIN), "weights/backbone.conv4.weight"
+    here = flatten(answer(run).upload)[0][name]
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    there = flatten(answer(run).upload)[0][name]
+    assert float((here - there).std()) == pytest.approx(math.sqrt(2) / 24, rel=0.05)
+
+
 def test_a_client_is_charged_for_the_rounds_in_which_it_is_asked() -> None:
     """The seed tells everybody who is asked: no amplification by sampling."""
     run = prepare(tiny("fedsimclr", **CLIENT, fraction=0.34, rounds=9))

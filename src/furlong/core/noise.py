@@ -66,6 +66,14 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
+def arithmetic(device: torch.device) -> str:
+    """What the lowest bits of a result depend on, beside all that goes into it.
+
+    The same noise on two results that differ in these bits would fall out of their difference.
+    """
+    return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {device.type}"
+
+
 class Noise:
     """A stream of numbers for ``where``, in float64 on the CPU."""
 

@@ -25,7 +25,7 @@ import torch
 from furlong.core.context import Exchange
 from furlong.core.exchange import Failure, Kept
 from furlong.core.method import Report
-from furlong.core.noise import KEY, secret_from, secret_in
+from furlong.core.noise import KEY, arithmetic, secret_from, secret_in
 from furlong.core.payload import PayloadError, pack, pack_tensors, unpack, unpack_tensors
 from furlong.core.privacy import Ledger
 from furlong.data import images as data
@@ -363,12 +363,13 @@ class Site:
             method.require_budget(ledger, party.setup, exchange, [client], mark)
         else:
             values += [] if kept is None else [kept.stats, kept.moments]
-            mark = _mark(header, settings, exchange, values, method.secret)
+            made = secret_from(method.secret, "mark").hex(), arithmetic(party.setup.device)
+            mark = _mark(header, settings, exchange, values, made)
             if ledger.marks(exchange.index, client) - {mark}:
                 raise Refusal(
                     f"exchange {exchange.index + 1} was answered already, for other weights or "
-                    f"settings, or with another {KEY}: another answer would spend the privacy "
-                    "budget twice"
+                    f"settings, with another {KEY} or on another machine: another answer would "
+                    "spend the privacy budget twice"
                 )
             method.require_budget(ledger, party.setup, exchange, [client])
         ledger.add(exchange.index, [(client, mark, method.release(party.setup, client))])
@@ -391,19 +392,18 @@ def _mark(
     settings: Config,
     exchange: Exchange,
     values: Any,
-    secret: bytes | None,
+    made: tuple[str, str],
 ) -> str:
     """A digest of all that an answer depends on, beside the images; ``values`` are payloads.
 
-    ``secret``: what the noise is made from; with another one the answer would be another.
+    ``made``: of what the noise is made, and by what the rest is computed.
     """
     config = told(settings)
     free = [name.split(".") for name, fact in all_facts().items() if fact.resume]
     for section, key in free:  # may differ in a run that goes on, and changes no answer
         config.get(section, {}).pop(key, None)
     names = ("sizes", "given", "encoding")
-    key = secret_from(secret, "mark").hex()
-    about = [config, asdict(exchange), *(header.get(name) for name in names), key]
+    about = [config, asdict(exchange), *(header.get(name) for name in names), made]
     rest = json.dumps(about, sort_keys=True).encode()
     return hashlib.sha256(hashlib.sha256(pack(values)).digest() + rest).hexdigest()
 

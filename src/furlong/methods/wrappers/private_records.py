@@ -33,7 +33,7 @@ from furlong.core.context import (
     Shard,
 )
 from furlong.core.method import Local, Report
-from furlong.core.noise import Noise, digest
+from furlong.core.noise import Noise, arithmetic, digest
 from furlong.core.privacy import Ledger, PrivacySettings, Release, noise_for
 from furlong.errors import FurlongError
 from furlong.methods.wrappers.private import Forecast, Private, cut
@@ -122,7 +122,8 @@ class PrivateRecords(Private):
         release = self.release(ctx.setup, ctx.client)
         started = digest((down, state, tuple(ctx.moments)))
         # the same noise with another σ, clip or rate would fall out of the two results
-        how = (release, self.privacy, ctx.setup.optimiser, ctx.learning_rate)
+        machine = arithmetic(ctx.setup.device)
+        how = (release, self.privacy, ctx.setup.optimiser, ctx.learning_rate, machine)
         stream = self._stream("steps", ctx.client, ctx.exchange.index, started, how)
         places = self.places(ctx.setup, ctx.client)
         known = {f.name: getattr(ctx, f.name) for f in fields(ctx)}
