@@ -378,7 +378,8 @@ def test_the_card_has_the_budget(run: Path, tmp_path: Path) -> None:
     (copy / "summary.json").write_text(json.dumps(summary | {"privacy": SPENT}))
     done = export(copy, "safetensors", tmp_path / "made.safetensors")
     card = " ".join(done.card.read_text().split())
-    for words in ("ε = 7.91 and δ = 1e-05", "0.8 to 1.2 times", "nobody is protected"):
+    says = ("ε = 7.91 and δ = 1e-05", "0.8 to 1.2 times", "nobody is protected", "their ε adds up")
+    for words in says:
         assert words in card
     assert "no formal privacy guarantee" not in card
     page = build(copy).read_text()
@@ -390,7 +391,7 @@ def test_the_card_has_the_budget(run: Path, tmp_path: Path) -> None:
     [
         ("server", False, "Not against the server, which saw"),
         ("clients", False, "Not against the server: without secure aggregation"),
-        ("clients", True, "Against the server, too"),
+        ("clients", True, "Against the server, too, if it kept to the protocol"),
     ],
 )
 def test_the_budget_says_whether_it_holds_against_the_server(

@@ -92,7 +92,9 @@ def budget(spent: Mapping[str, Any], secured: bool) -> list[str]:
         "encoder too. It does not cover who took part, how many images each client has, failures "
         "and times, nor accuracies and figures that were measured on the clients' images.",
     ]
-    if spent["level"] == "client":
+    if spent["level"] == "record":
+        says.append("Several images of one person are several records, and their ε adds up.")
+    else:
         says.append(_against_the_server(spent["noise_at"], secured))
     if spent["noise_from"] == "seed":
         says.append(
@@ -112,8 +114,8 @@ def _against_the_server(noise_at: str, secured: bool) -> str:
             "a share of the noise only."
         )
     return (
-        "Against the server, too, as far as secure aggregation goes, which was on: it saw the sum "
-        "of the updates and all shares of the noise, and no single one."
+        "Against the server, too, if it kept to the protocol of secure aggregation, which was on: "
+        "then it saw the sum of the updates and all shares of the noise, and no single one."
     )
 
 
