@@ -65,7 +65,7 @@ PARTS: dict[str, Options] = {
         "partition": "natural",
         "data.group-by": "site",
         "batch-size": 128,
-        "epochs": 1,
+        "rounds": 5,
     },
     "smoke": {
         "data": "shapes",

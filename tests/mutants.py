@@ -2584,8 +2584,8 @@ MUTANTS = [
     Mutant(
         "dp-site-secret",
         "deploy/node.py",
-        'secret_from(method.secret, "mark").hex(), arithmetic(party.setup.device)',
-        '"", arithmetic(party.setup.device)',
+        "made = key, machine, party.pixels",
+        'made = "", machine, party.pixels',
         SITE,
         "a site whose key was made anew answers again with other noise, for nothing",
     ),
@@ -2600,10 +2600,18 @@ MUTANTS = [
     Mutant(
         "dp-site-machine",
         "deploy/node.py",
-        'secret_from(method.secret, "mark").hex(), arithmetic(party.setup.device)',
-        'secret_from(method.secret, "mark").hex(), ""',
+        "made = key, machine, party.pixels",
+        'made = key, "", party.pixels',
         SITE,
         "a site with another version of torch answers again, with other bits, for nothing",
+    ),
+    Mutant(
+        "dp-site-images",
+        "deploy/node.py",
+        "made = key, machine, party.pixels",
+        'made = key, machine, ""',
+        SITE,
+        "a site whose images have changed answers again with the same noise, for nothing",
     ),
     Mutant(
         "dp-machine",

@@ -282,6 +282,10 @@ def test_a_site_answers_once_under_a_budget(
     other_noise = replace(party, method=replace(party.method, secret=32 * b"a"))
     with pytest.raises(Refusal, match=r"another noise\.key"):  # the file was lost and made anew
         site._spend(header, settings, other_noise, 0, first, mine, down)
+    images = replace(party.federation.images, pixels=party.federation.images.pixels.flip(0))
+    other_images = replace(party, federation=replace(party.federation, images=images))
+    with pytest.raises(Refusal, match="from other images"):
+        site._spend(header, settings, other_images, 0, first, mine, down)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "9.9")
         with pytest.raises(Refusal, match="on another machine"):

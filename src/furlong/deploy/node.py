@@ -363,13 +363,14 @@ class Site:
             method.require_budget(ledger, party.setup, exchange, [client], mark)
         else:
             values += [] if kept is None else [kept.stats, kept.moments]
-            made = secret_from(method.secret, "mark").hex(), arithmetic(party.setup.device)
+            key, machine = secret_from(method.secret, "mark").hex(), arithmetic(party.setup.device)
+            made = key, machine, party.pixels
             mark = _mark(header, settings, exchange, values, made)
             if ledger.marks(exchange.index, client) - {mark}:
                 raise Refusal(
                     f"exchange {exchange.index + 1} was answered already, for other weights or "
-                    f"settings, with another {KEY} or on another machine: another answer would "
-                    "spend the privacy budget twice"
+                    f"settings, with another {KEY}, on another machine or from other images: "
+                    "another answer would spend the privacy budget twice"
                 )
             method.require_budget(ledger, party.setup, exchange, [client])
         ledger.add(exchange.index, [(client, mark, method.release(party.setup, client))])
@@ -392,11 +393,11 @@ def _mark(
     settings: Config,
     exchange: Exchange,
     values: Any,
-    made: tuple[str, str],
+    made: tuple[str, str, str],
 ) -> str:
-    """A digest of all that an answer depends on, beside the images; ``values`` are payloads.
+    """A digest of all that an answer depends on; ``values`` are payloads.
 
-    ``made``: of what the noise is made, and by what the rest is computed.
+    ``made``: of what noise is made, by what the rest is computed, and from which images.
     """
     config = told(settings)
     free = [name.split(".") for name, fact in all_facts().items() if fact.resume]
