@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from federations import (
     Direct,
     Killed,
@@ -25,7 +26,7 @@ from federations import (
 )
 from randomness import looks_random
 
-from furlong.core.payload import unpack_tensors
+from furlong.core.payload import unpack, unpack_tensors
 from furlong.core.secure.identity import Identity
 from furlong.deploy.disclosure import disclosure
 from furlong.deploy.node import Site
@@ -232,6 +233,28 @@ def test_a_site_answers_once(tmp_path: Path) -> None:
     assert [said.get("failed") for said in refused] == ["raised"]
     assert "answered that already" in refused[0]["reason"]
     assert [said.get("slice") for said in answered] == [0]
+
+
+def test_under_the_same_masks_a_share_of_noise_is_the_same(tmp_path: Path) -> None:
+    """Or a server that asks everybody ten times has the mean of ten shares in its sum."""
+    wire, replies = Direct(parts(tmp_path)), list[bytes]()
+    answer = wire.sites[101].answer
+
+    def keep(header: Any, body: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        said = answer(header, body)
+        if header["kind"] == "work" and header["exchange"]["index"] == 2:
+            replies.append(bytes(said[1]))
+        return said
+
+    wire.sites[101].answer = keep  # type: ignore[method-assign]
+    again = replay(wire, index=2)
+    options = {**FEW, **CLIENT, "privacy.noise_from": "secret"}
+    train(flower(tmp_path, "fedrot", rounds=1, **options), wire=wire)
+    assert [said.get("slice") for said in again] == [0]
+    masked = [unpack(bytearray(reply)).upload.sent["masked"] for reply in replies]
+    assert len(masked) == 2
+    assert torch.equal(*masked)
+    assert spent(tmp_path) == [[0], [0, 0], [0]]  # each answer is counted, whatever it is
 
 
 def test_a_stranger_is_refused(tmp_path: Path) -> None:

@@ -362,6 +362,7 @@ class ClientContext(Context):
     client: int
     data: Shard
     identity: Identity | None = None  # by which the client signs, if it has one ([secure])
+    masks: str = ""  # a name of the masks that are put on the upload, if any are ([secure])
 
     def batches(
         self, epochs: int | None = None, *, shuffle: bool = True, counted: bool = True

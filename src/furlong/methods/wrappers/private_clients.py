@@ -111,9 +111,10 @@ class PrivateClients(Private):
         move = clipped(_moves(upload, base), self.privacy.clip)
         if self.privacy.noise_at == "clients":
             # a client does not know whose updates its own is added to: if the round is done again
-            # with others, the same share would fall out of the difference of the two sums
-            once = digest(move) if self.privacy.noise_from == "seed" else token_hex()
-            stream = self._stream("share", ctx.client, ctx.exchange.index, once)
+            # with others, the same share would fall out of the difference of the two sums; and if
+            # it is asked again under the same masks, the mean of several shares would be less noise
+            once = "" if self.privacy.noise_from == "seed" else ctx.masks or token_hex()
+            stream = self._stream("share", ctx.client, ctx.exchange.index, once, digest(move))
             share = self.release(ctx.setup, ctx.client).noise * self.privacy.clip
             share /= math.sqrt(self.enough(len(self.cohort_of(ctx.setup, ctx.exchange))))
             move = {name: m + share * stream.normal(m.shape) for name, m in move.items()}

@@ -16,6 +16,7 @@ wrapper inside of this one: ``Secured(Noisy(method))``. What its ``local_update`
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from furlong.core.context import ClientContext, Exchange, ServerContext, Setup
 from furlong.core.exchange import cohort_size, expected_upload, own_statistics
 from furlong.core.method import Local, Report
-from furlong.core.payload import Weights, flatten, payload, replace_tensors
+from furlong.core.payload import Weights, flatten, pack, payload, replace_tensors
 from furlong.core.secure import protocol
 from furlong.core.secure.graph import Graph, drawn, least
 from furlong.core.secure.numbers import Layout, Sum, fraction_bits
@@ -178,7 +179,8 @@ class Secured(Wrapping[State]):
         if phase == SHARES:
             known, up = protocol.share(secrets, me, down, self.settings, ctx.identity)
         elif phase == MASKED:
-            state, vector = self._train(state, down, ctx)
+            masks = hashlib.sha256(pack((secrets, down.inbox))).hexdigest()
+            state, vector = self._train(state, down, ctx, masks)
             known, up = protocol.mask(secrets, me, down.inbox, vector)
         elif phase == LIST:
             known, up = protocol.acknowledge(secrets, me, down, self.settings)
@@ -186,9 +188,11 @@ class Secured(Wrapping[State]):
             return Local(replace(state, secrets=None), protocol.reveal(secrets, me, down))
         return Local(replace(state, secrets=known), up)
 
-    def _train(self, state: Client, down: Work, ctx: ClientContext) -> tuple[Client, np.ndarray]:
+    def _train(
+        self, state: Client, down: Work, ctx: ClientContext, masks: str
+    ) -> tuple[Client, np.ndarray]:
         """The method's own exchange, with its own random numbers: the answer as a vector."""
-        with _as_method(ctx):
+        with _as_method(ctx, masks):
             number, setup = ctx.exchange.index, ctx.setup
             with seeded(setup.device, setup.seed, "client", ctx.client, number):
                 inner = state.inner if state.begun else self.inner.init_client(ctx)
@@ -415,14 +419,14 @@ def _seen(ctx: ServerContext) -> ServerContext:
 
 
 @contextmanager
-def _as_method(ctx: ClientContext) -> Iterator[None]:
+def _as_method(ctx: ClientContext, masks: str) -> Iterator[None]:
     """The client's context itself, in the method's own exchange: it counts images and steps."""
     phase = ctx.exchange
-    ctx.exchange = _of_method(phase)
+    ctx.exchange, ctx.masks = _of_method(phase), masks
     try:
         yield
     finally:
-        ctx.exchange = phase
+        ctx.exchange, ctx.masks = phase, ""
 
 
 def _bytes(*shape: int) -> Tensor:
