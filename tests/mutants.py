@@ -2626,7 +2626,7 @@ MUTANTS = [
         "methods/wrappers/private_clients.py",
         "else ctx.masks or token_hex()",
         "else token_hex()",
-        SITE,
+        PRIVACY,
         "a client that is asked again under the same masks adds another share of the noise",
     ),
     Mutant(
@@ -2642,7 +2642,7 @@ MUTANTS = [
         "methods/wrappers/private_clients.py",
         "ctx.exchange.index, once, digest(move))",
         "ctx.exchange.index, once)",
-        SITE,
+        PRIVACY,
         "under the same masks another update gets the same share of the noise",
     ),
     Mutant(

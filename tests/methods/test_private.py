@@ -60,13 +60,15 @@ class Nowhere:
         pass
 
 
-def answer(run: Prepared, federation: Federation | None = None, client: int = 0) -> Any:
+def answer(
+    run: Prepared, federation: Federation | None = None, client: int = 0, masks: str = ""
+) -> Any:
     """A client's report in the first exchange."""
     server, method = run.server, run.method
     exchange = server.exchanges()[0]
     down = method.download(server.init(), client, server.context(exchange))
     shard = (federation or run.federation).shard(client, labels=method.needs_labels)
-    ctx = ClientContext(run.setup, exchange, client=client, data=shard)
+    ctx = ClientContext(run.setup, exchange, client=client, data=shard, masks=masks)
     return run_client(method, down, ctx, Nowhere())
 
 
@@ -359,8 +361,16 @@ def test_a_share_of_noise_is_never_used_twice(prepared: Callable[..., Prepared])
     """A round that is done again without a client, or with other shares, must not give it away."""
     shares = {"privacy.noise_at": "clients", "privacy.noise_from": "secret", "train.min_clients": 2}
     run = prepared("fedsimclr", **{**CLIENT, **shares, "optimiser.lr": 1e-6})
-    one, two = (flatten(answer(run).upload)[0]["weights/backbone.conv4.weight"] for _ in "12")
-    assert float((one - two).std()) == pytest.approx(math.sqrt(2), rel=0.03)
+    other = replace(run, federation=changed(run.federation))  # whose update is another
+
+    def noise(run: Prepared, masks: str) -> Tensor:
+        return flatten(answer(run, masks=masks).upload)[0]["weights/backbone.conv4.weight"]
+
+    first = noise(run, "first")
+    pairs = [(noise(run, ""), noise(run, "")), (first, noise(run, "second"))]
+    for one, two in [*pairs, (first, noise(other, "first"))]:
+        assert float((one - two).std()) == pytest.approx(math.sqrt(2), rel=0.03)
+    assert torch.equal(first, noise(run, "first"))  # or the mean of several would have less of it
 
 
 def test_noise_of_another_size_is_other_noise(prepared: Callable[..., Prepared]) -> None:
