@@ -45,10 +45,10 @@ ALL: Options = {
 PARTS: dict[str, Options] = {
     "cifar10": {
         "data": "cifar10",
-        "data.images": 30000,
+        "data.images": 15000,
         "partition": "iid",
         "clients": 5,
-        "batch-size": 400,
+        "batch-size": 250,
     },
     "choose": {
         "data": "cifar10",
