@@ -2502,14 +2502,6 @@ MUTANTS = [
         "a cohort smaller than min_clients has too little noise",
     ),
     Mutant(
-        "dp-share-twice",
-        "methods/wrappers/private_clients.py",
-        'once = digest(move) if self.privacy.noise_from == "seed" else token_hex()',
-        "once = digest(move)",
-        PRIVACY,
-        "a share falls out of the difference of two sums of one round",
-    ),
-    Mutant(
         "dp-noise-size",
         "methods/wrappers/private_records.py",
         'self._stream("steps", ctx.client, ctx.exchange.index, started, how)',
@@ -2630,7 +2622,7 @@ MUTANTS = [
         "a client that is asked again under the same masks adds another share of the noise",
     ),
     Mutant(
-        "dp-masks-of-a-round",
+        "dp-share-twice",
         "methods/wrappers/private_clients.py",
         "else ctx.masks or token_hex()",
         'else ""',
