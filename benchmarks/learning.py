@@ -84,6 +84,14 @@ SHORT: dict[str, dict[str, Options]] = {
         "rate 0.001": {"optimiser.lr": 0.001},
         "batch 16": {"batch-size": 16},
     },
+    "fedmae": {
+        f"patches of 4, rate {rate}, {rounds} rounds": {
+            "encoder": "vit_mini_patch4",
+            "optimiser.lr": rate,
+            "rounds": rounds,
+        }
+        for rate, rounds in ((0.001, 20), (0.002, 20), (0.002, 40))
+    },
 }
 CHOOSE: Options = {"data.validation": "true", "data.images": 7000, "data.test-images": 2000}
 
