@@ -41,6 +41,7 @@ SHORT: dict[str, dict[str, Options]] = {
         },
         "60 rounds": {"rounds": 60},
         "off-diagonal 0.02": {"method.off-diagonal": 0.02},
+        "off-diagonal 0.05": {"method.off-diagonal": 0.05},
         "head 512-512": {"method.projection-head": "mlp:512:512"},
     },
     "fedsimsiam": {
@@ -87,17 +88,20 @@ def parts() -> dict[str, Part]:
         "choose-cifar10": Part(
             "the same on CIFAR-10", {**CIFAR, **CHOOSE, **QUIET}, usual(), seeds=(101,), gains=True
         ),
-        "choose-short": Part(
-            "methods whose usual settings gain too little on CIFAR-10, with others",
-            {**CIFAR, **CHOOSE, **QUIET},
-            {
-                f"{method}, {name}": {"method": method, **options}
-                for method, tries in SHORT.items()
-                for name, options in tries.items()
-            },
-            seeds=(101,),
-            gains=True,
-        ),
+        **{
+            f"choose-short{where}": Part(
+                "methods whose usual settings gained too little on CIFAR-10, with others",
+                {**data, **CHOOSE, **QUIET},
+                {
+                    f"{method}, {name}": {"method": method, **options}
+                    for method, tries in SHORT.items()
+                    for name, options in {"usual": {}, **tries}.items()
+                },
+                seeds=(101,),
+                gains=True,
+            )
+            for where, data in (("", CIFAR), ("-shapes", {}))
+        },
         "choose-demo": Part(
             "what the demo could show: who trained, with which method and how many rounds",
             {**CHOOSE, **QUIET},
