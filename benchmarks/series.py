@@ -147,7 +147,9 @@ def run(path: Path, part: Part, given: Any) -> None:
         (row, seed)
         for seed in seeds
         for row in part.rows
-        if any(row == w[1:] if w.startswith("=") else w in row for w in given.only.split(","))
+        if any(
+            row == w[1:] if w.startswith("=") else w in row for w in re.split(r",(?! )", given.only)
+        )
         and str(seed) not in there.get(row, {})
     ]
     out.mkdir(parents=True, exist_ok=True)
@@ -312,7 +314,9 @@ def main(about: str | None, every: dict[str, Part], folder: Path, out: Path) -> 
     words = parser(about)
     words.add_argument("--part", default="", help=", ".join(every))
     words.add_argument(
-        "--only", default="", help="rows with one of these words, comma between; =ROW: that row"
+        "--only",
+        default="",
+        help="rows with one of these texts, comma without space between; =ROW: it",
     )
     words.add_argument("--seeds", default=None, help="such as 0,1,2; default: those of the part")
     words.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
