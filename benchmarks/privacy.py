@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import parse, parser
-from scipy.stats import t
+from series import fill, interval, spread
 
 KEPT = Path(__file__).parent / "privacy"
 Options = dict[str, Any]
@@ -212,13 +211,13 @@ def table(part: str) -> str:
         ]
         scores = ["refused", "", "", "0"]
         if "results" in first:
-            scores = [_spread(numbers(runs, "federated", name)) for name in MEASURES]
+            scores = [spread(numbers(runs, "federated", name)) for name in MEASURES]
             scores.append(str(len(runs)))
         lines.append(f"| {' | '.join([row, *budget, *scores])} |")
     # the same in all rows of a seed
     every = [*{k: n for runs in there.values() for k, n in runs.items() if "results" in n}.values()]
     if every:
-        random = [_spread(numbers(every, "random", name)) for name in MEASURES]
+        random = [spread(numbers(every, "random", name)) for name in MEASURES]
         lines.append(f"| *untrained encoder* | | | | {' | '.join(random)} | |")
     return "\n".join([*lines, *differences(part)])
 
@@ -251,20 +250,9 @@ def numbers(runs: Iterable[dict[str, Any]], who: str, measure: str) -> list[floa
     return [100 * value for value in found if value is not None]
 
 
-def _spread(values: list[float]) -> str:
-    if not values:
-        return "–"
-    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.1f}{deviation}"
-
-
 def _gap(name: str, ours: list[float], theirs: list[float]) -> str:
-    """The mean difference; over several seeds with the 95 % interval of a paired t-test."""
     gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
-    if len(gaps) < 2:
-        return f"{name} {gaps[0]:+.1f} (one seed)" if gaps else f"{name} –"
-    half = t.ppf(0.975, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
-    return f"{name} {statistics.mean(gaps):+.1f} ± {half:.1f}"
+    return f"{name} {interval(gaps) if gaps else '–'}"
 
 
 def work(part: str, given: Any) -> None:
@@ -289,6 +277,7 @@ def main() -> None:
     options.add_argument("--root", default=os.environ.get("FURLONG_DATA", "../shared/data"))
     options.add_argument("--out", type=Path, default=Path("runs/privacy"))
     options.add_argument("--show", action="store_true", help="only print what there is")
+    options.add_argument("--into", type=Path, help="a page that has a place for the tables")
     given = parse(options, part="smoke", seeds="0", only="8")
     with tempfile.TemporaryDirectory() as scratch:
         if given.smoke:
@@ -297,6 +286,8 @@ def main() -> None:
             if not given.show:
                 work(part, given)
             print(table(part), end="\n\n")
+            if given.into is not None:
+                fill(given.into, part, table(part))
 
 
 if __name__ == "__main__":

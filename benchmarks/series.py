@@ -277,12 +277,17 @@ def difference(there: Kept, left: str, right: str, used: Options) -> str:
     words = []
     for title, key in used.items():
         gaps = [value(there[left][s], key) - value(there[right][s], key) for s in seeds]
-        if len(gaps) > 1:
-            half = t.ppf(0.975, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
-            words.append(f"{title.removesuffix(' %')} {statistics.mean(gaps):+.1f} ± {half:.1f}")
-        elif gaps:
-            words.append(f"{title.removesuffix(' %')} {gaps[0]:+.1f} (one seed)")
+        if gaps:
+            words.append(f"{title.removesuffix(' %')} {interval(gaps)}")
     return f"- {left} − {right}: {', '.join(words) or 'not run'}"
+
+
+def interval(gaps: list[float]) -> str:
+    """The mean of differences over seeds, with a 95 % t-interval."""
+    if len(gaps) == 1:
+        return f"{gaps[0]:+.1f} (one seed)"
+    half = t.ppf(0.975, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
+    return f"{statistics.mean(gaps):+.1f} ± {half:.1f}"
 
 
 def cells(*cells: str) -> str:
