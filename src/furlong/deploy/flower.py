@@ -4,13 +4,13 @@ Four ways in, one engine behind them (``engines.remote`` at the server, ``node``
 
 ``simulated``   clients in Ray actors of this machine, or of a Ray cluster.
 ``connected``   this process is the server of a run at a SuperLink (``furlong run --superlink``).
-``serve``       this process does the work of a SuperNode (``furlong node``). It asks the SuperNode
-                for tasks and answers them with the furlong that is installed here: what a server
-                sends along as app code is never unpacked, and torch and images are loaded once.
+``serve``       this process is a node of a SuperLink (``furlong node``). It answers with the furlong
+                that is installed here: what a server sends along as app code is never fetched,
+                and torch and images are loaded once.
 ``server_app``, ``client_app``  for plain Flower: ``flwr run`` with what ``furlong flower-app``
                 writes.
 
-Only this module and ``flower_private`` import Flower, whose API moves.
+Only this module, ``flower_private`` and ``flower_fleet`` import Flower, whose API moves.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ import furlong
 from furlong.deploy.addresses import require_loopback, split_address
 from furlong.deploy.bundle import bundle
 from furlong.deploy.certs import node_keys
+from furlong.deploy.flower_fleet import Place
 from furlong.deploy.flower_private import (
     Connection,
-    do_tasks,
     explain,
     has_disconnected,
     server_of_new_run,
@@ -163,9 +163,9 @@ def connected(superlink: str, certs: Path | None, insecure: bool) -> Iterator[Gr
         yield GridWire(grid, names, stopped)
 
 
-def serve(site: Site, supernode: Connection, alive: Callable[[], bool], stall: float) -> None:
-    """Do the tasks of a site's SuperNode, while ``alive()``; see :func:`do_tasks`."""
-    do_tasks(supernode, partial(_answered, site), alive, site.say, stall)
+def serve(site: Site, place: Place, stall: float) -> None:
+    """Answer the questions to a site; see :meth:`Place.answer_questions`."""
+    place.answer_questions(partial(_answered, site), site.say, stall)
 
 
 # ---------------------------------------------------------------- plain Flower
