@@ -38,7 +38,7 @@ def superlink_command(
             "nginx.conf beside the certificates). If nginx is on another machine, and a firewall "
             "lets only that one in: --exposed."
         )
-    command = [processes.program("flower-superlink"), "--host", host, "--port", str(port)]
+    command = [__import__("sys").executable, "-m", "furlong.deploy.flower_store", "--host", host, "--port", str(port)]
     command += ["--database", str(state.absolute() / "superlink.db"), "--isolation", "process"]
     command += ["--disable-runtime-dependency-installation"]
     if certs is None:
