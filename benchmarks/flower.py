@@ -250,9 +250,10 @@ class Federation:
         self._stack.close()
 
     def _subprocess(self, command: list[str]) -> list[str]:
-        """As Flower does it by itself: a process for every message."""
+        """Flower's own program, as it does it by itself: a process for every message."""
         at = command.index("--superexec-auth-secret-file")
         command = command[:at] + command[at + 2 :]
+        command = [processes.program("flower-superlink"), *command[command.index("--host") :]]
         command[command.index("--isolation") + 1] = "subprocess"
         return command
 
