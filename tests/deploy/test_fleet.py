@@ -13,7 +13,7 @@ from federations import hello
 
 pytest.importorskip("flwr")
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeResponse,
@@ -296,3 +296,29 @@ def test_a_server_that_cannot_be_reached_is_named_once(monkeypatch: pytest.Monke
     for now[0] in (1.0, 14.0, 16.0, 60.0):
         tell("connection refused")
     assert said == ["fl.example.org:8443 cannot be reached yet (connection refused); trying on"]
+
+
+# ---------------------------------------------------------------- what is carried
+
+
+@pytest.mark.parametrize("size", [0, 1, 10, 11, 25])
+def test_a_body_travels_in_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(flower, "PIECE", 10)
+    body = bytes(range(size))
+    content = flower._content({"a": 1}, body)
+    assert len(content) == 1 + (size + 9) // 10
+    assert flower._read(content) == ({"a": 1}, body)
+
+
+def test_a_piece_is_smaller_than_what_nginx_takes() -> None:
+    """Flower wraps it, and the limit of sites' own nginx cannot be raised from here."""
+    template = Path(flower.__file__).parent / "templates" / "site.conf"
+    assert "client_max_body_size 16m;" in template.read_text()
+    assert flower.PIECE + (1 << 20) < 16 << 20
+
+
+@pytest.mark.parametrize("pieces", [{"body1": b"x"}, {"body": b"x"}, {"body0": "text"}])
+def test_what_is_no_body_is_empty(pieces: dict[str, Any]) -> None:
+    records = {name: ConfigRecord({"body": value}) for name, value in pieces.items()}
+    assert flower._read(RecordDict(records)) == ({}, b"")
+    assert flower._read(RecordDict({"body0": ArrayRecord()})) == ({}, b"")

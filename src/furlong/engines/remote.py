@@ -33,7 +33,7 @@ from furlong.errors import FurlongError
 
 GREETING = 120.0  # seconds for answering a greeting; a node that is stuck misses it
 RETRY = 10.0  # seconds until a node that failed to answer a greeting is greeted again
-RETURN = 30.0  # seconds for a node that has disconnected to be back: Flower's tries are 20 s apart
+RETURN = 30.0  # seconds for a node that has disconnected to be back: it tries every few seconds
 LOOK = 1.0  # seconds between two looks whether it is
 PROTOCOL = 3  # of the messages; raised when they change
 DAY = 86_400.0
