@@ -171,6 +171,10 @@ def test_what_a_grid_holds() -> None:
     invoker = found("flwr.supercore.retry:make_simple_http_retry_invoker")()
     for name in ("max_time", "max_tries", "should_giveup"):
         assert hasattr(invoker, name), f"the retry invoker has no {name} now"
+    source = inspect.getsource(found("flwr.superlink.grid.http_grid:HttpGrid.pull_messages"))
+    assert "pull_objects(" in source  # the name that Connection.grid gives another value
+    wanted = inspect.signature(found("flwr.superlink.grid.http_grid:pull_objects")).parameters
+    assert {name: wanted[name].default for name in flower_private.AGAIN} == flower_private.AGAIN
     client = grid._runtime_client
     assert isinstance(client, found("flwr.supercore.runtime:RuntimeHttpClient"))
     grid.close()
@@ -195,7 +199,7 @@ def test_what_a_node_pulls_and_pushes_with() -> None:
     parts = "flwr.supercore.inflatable.inflatable_utils"
     pull = inspect.signature(found(f"{parts}:pull_and_inflate_object_from_tree")).parameters
     assert list(pull)[:3] == ["object_tree", "pull_object_fn", "confirm_object_received_fn"]
-    given = {"return_type", "max_time", "max_tries_per_object", "initial_backoff", "backoff_cap"}
+    given = {"return_type", "max_time", "max_tries_per_object", *flower_private.AGAIN}
     assert given <= set(pull), f"pull_and_inflate_object_from_tree takes {list(pull)} now"
     push = inspect.signature(found(f"{parts}:push_objects")).parameters
     assert list(push)[:2] == ["objects", "push_object_fn"]

@@ -54,7 +54,7 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from furlong.deploy.flower_private import heartbeats
+from furlong.deploy.flower_private import AGAIN, heartbeats
 from furlong.errors import FurlongError, describe
 
 BEAT = 20.0  # seconds between two signs of life; without one for 60 s a node counts as gone
@@ -141,8 +141,7 @@ class Place:
             return_type=Message,
             max_time=whole,
             max_tries_per_object=None,
-            initial_backoff=0.1,
-            backoff_cap=1.0,
+            **AGAIN,
         )
         question.metadata.__dict__["_message_id"] = tree.object_id  # it is not in what is sent
         begun = time.monotonic()

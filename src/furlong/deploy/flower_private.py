@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -42,12 +44,14 @@ from flwr.supercore.interceptors import (
 )
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
+from flwr.superlink.grid import HttpGrid, http_grid
 
 from furlong.errors import FurlongError
 
 HEARTBEAT = 10.0  # seconds between two signs of life of a task
 HEARTBEAT_AGAIN = 3.0  # seconds until the next try after one that did not arrive
+# a message is announced before its parts are sent; Flower by itself looks again after 1, 2, 4 … s
+AGAIN: dict[str, Any] = {"initial_backoff": 0.1, "backoff_cap": 1.0}
 PATIENCE = 20.0  # seconds without a SuperLink until that is an error
 _RESUME = "A run that has begun goes on with 'furlong resume'."
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
@@ -117,6 +121,7 @@ class Connection:
 
     def grid(self, token: str) -> HttpGrid:
         """A Grid for the run that ``token`` belongs to; it gives up after a while."""
+        http_grid.pull_objects = partial(pull_objects, **AGAIN)  # type: ignore[attr-defined]
         grid = HttpGrid(runtime_api_address=self.address, token=token, **self._secured())
         grid._retry_invoker.max_time = PATIENCE
         grid._retry_invoker.should_giveup = _hopeless
