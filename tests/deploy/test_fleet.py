@@ -161,9 +161,11 @@ def test_half_a_question_is_given_up(
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("where", ["PullMessages", "PullObject", "PushMessages", "PushObject"])
-@pytest.mark.parametrize("error", [httpx.ConnectError("no"), refused(502)])
+@pytest.mark.parametrize(
+    "error", [httpx.ConnectError("no"), refused(502), ValueError("Invalid protobuf response")]
+)
 def test_a_superlink_that_is_away_for_a_moment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, error: httpx.HTTPError
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, error: Exception
 ) -> None:
     superlink, left = SuperLink(), [1, 2, 3]
 

@@ -63,11 +63,14 @@ _RETRY = (0.5, 5.0)  # seconds between two tries to reach a SuperLink, at first 
 _SEEN = 5.0  # seconds in which a server notices that a node was gone
 
 
+_UNANSWERED = (httpx.HTTPError, ValueError)  # a ValueError: a proxy's page, and no answer of Flower
+
+
 class Refused(FurlongError):
     """The SuperLink does not let this node in, or does not know it any more."""
 
 
-def is_away(error: httpx.HTTPError) -> bool:
+def is_away(error: Exception) -> bool:
     """Whether there is no SuperLink at the moment, so that trying again can help."""
     return not isinstance(error, httpx.HTTPStatusError) or error.response.status_code >= 500
 
@@ -102,7 +105,7 @@ class Place:
         while not self.lost.is_set():
             try:
                 found = self.client.PullMessages(PullMessagesRequest(node=self.node))
-            except httpx.HTTPError as error:
+            except _UNANSWERED as error:
                 if not is_away(error):
                     break
                 if not away:
@@ -176,7 +179,7 @@ def insisting(call: Callable[[Any], Any], end: float) -> Callable[[Any], Any]:
         while True:
             try:
                 return call(request)
-            except httpx.HTTPError as error:
+            except _UNANSWERED as error:
                 if not is_away(error) or time.monotonic() + pause > end:
                     raise
             time.sleep(pause)
@@ -230,7 +233,7 @@ def connected(
             with heartbeats(place.beat, BEAT, place.lost):
                 yield place
         finally:
-            with suppress(httpx.HTTPError):
+            with suppress(*_UNANSWERED):
                 client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
                 number.unlink()
                 if certs is None:
@@ -255,7 +258,7 @@ def _enter(
                 public_key=public, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL
             )
             return Node(node_id=client.ActivateNode(request).node_id)
-        except httpx.HTTPError as error:
+        except _UNANSWERED as error:
             if not is_away(error):
                 raise Refused("the server does not let this node in") from None
             waiting(str(error))

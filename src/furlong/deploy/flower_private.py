@@ -163,7 +163,7 @@ def heartbeats(
         pause = seconds
         while not over.wait(pause):
             pause = HEARTBEAT_AGAIN
-            with suppress(httpx.HTTPError):
+            with suppress(httpx.HTTPError, ValueError):  # no answer, or a proxy's page
                 if not beat():
                     stopped.set()
                 pause = seconds
