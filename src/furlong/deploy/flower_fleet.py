@@ -61,8 +61,6 @@ BEAT = 20.0  # seconds between two signs of life; without one for 60 s a node co
 _WAITS = (0.1, 2.0)  # seconds between two looks for a question, at least and at most
 _RETRY = (0.5, 5.0)  # seconds between two tries to reach a SuperLink, at first and at last
 _SEEN = 5.0  # seconds in which a server notices that a node was gone
-
-
 _UNANSWERED = (httpx.HTTPError, ValueError)  # a ValueError: a proxy's page, and no answer of Flower
 
 
@@ -267,10 +265,12 @@ def _enter(
 
 def _leave(client: FleetHttpClient, number: Path) -> None:
     """Say goodbye for a node that was killed, and wait until the server has noticed."""
-    try:
-        client.DeactivateNode(DeactivateNodeRequest(node_id=int(number.read_text() or 0)))
-        time.sleep(_SEEN)
-    except (httpx.HTTPStatusError, ValueError) as error:  # Flower gave it up itself, or forgot it
-        if isinstance(error, httpx.HTTPStatusError) and is_away(error):
-            raise
+    written = number.read_text()
+    if written.isdecimal():  # else it was killed while writing
+        try:
+            client.DeactivateNode(DeactivateNodeRequest(node_id=int(written)))
+            time.sleep(_SEEN)
+        except httpx.HTTPStatusError as error:  # Flower has given it up by itself, or forgotten it
+            if is_away(error):
+                raise
     number.unlink()
