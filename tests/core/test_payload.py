@@ -12,14 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from furlong.core.layout import PayloadError, packed_order
 from furlong.core.payload import (
-    PayloadError,
     Weights,
     joined,
     joined_alike,
     pack,
     pack_tensors,
-    packed_order,
     payload,
     replace_tensors,
     room_for,

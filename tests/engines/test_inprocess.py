@@ -167,11 +167,11 @@ def test_no_room_for_a_state_stops_the_run(
 ) -> None:
     """Going on without that client would silently give another result."""
 
-    def full(*_: int) -> None:
+    def full(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
     p = prepared("fedu")
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr("furlong.engines.states.write", full)
     with (
         InProcess(p.method, p.federation, p.setup, workers) as transport,
         pytest.raises(FurlongError, match=r"client 0 could not train, .*state cannot be .*resume"),

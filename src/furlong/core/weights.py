@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from furlong.core.layout import packed_order
 from furlong.core.payload import (
     Weights,
     flatten,
     is_buffer,
     joined,
     joined_alike,
-    packed_order,
     rebuild,
     room_for,
 )
@@ -29,8 +30,7 @@ def snapshot(module: nn.Module) -> Weights:
     own = module.state_dict()
     copies = room_for(own)
     with torch.no_grad():
-        for name, copy in copies.items():
-            copy.copy_(own[name])
+        _copy(list(copies.values()), list(own.values()))
     return copies
 
 
@@ -39,13 +39,18 @@ def restore(module: nn.Module, weights: Weights) -> None:
     own = module.state_dict()
     if own.keys() != weights.keys():
         raise ValueError(f"weights differ in names: {sorted(own.keys() ^ weights.keys())[:6]}")
+    given = [weights[name] for name in own]
+    for (name, tensor), value in zip(own.items(), given, strict=True):
+        if tensor.shape != value.shape:  # a copy would broadcast (1, 1) silently
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, not {tuple(tensor.shape)}")
     with torch.no_grad():
-        for name, tensor in own.items():
-            if tensor.shape != weights[name].shape:  # copy_ would broadcast (1, 1) silently
-                raise ValueError(
-                    f"{name} has shape {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
-                )
-            tensor.copy_(weights[name])
+        _copy(list(own.values()), given)
+
+
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    """Tensor by tensor, but in one call."""
+    if to:
+        torch._foreach_copy_(to, values)
 
 
 def prefixed(weights: Weights, prefix: str) -> Weights:
@@ -99,8 +104,12 @@ def first_nonfinite(value: Any) -> str | None:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """One pass, nothing allocated: the float64 sum of finite float32 values is finite."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
+    """One pass, nothing allocated: NaN and infinity go through a sum.
+
+    A sum of finite numbers may also overflow, but not that of float32 numbers in float64.
+    """
+    sums = (tensor.sum(dtype=dtype).item() for dtype in (tensor.dtype, torch.float64))
+    return any(map(math.isfinite, sums))
 
 
 DIVERGENCES = {"mean_conv_l2": mean_conv_l2, "sq_l2": sq_l2}
@@ -119,6 +128,7 @@ class Mean(Generic[P]):
         self.total = 0.0
         self._sums: dict[str, Tensor] = {}
         self._floating: list[str] = []  # the names of what is averaged, as they are packed
+        self._counts: list[str] = []  # the names of the rest
         self._dtypes: dict[str, torch.dtype] = {}
         self._tree: Any = None
 
@@ -136,7 +146,7 @@ class Mean(Generic[P]):
             sums, averaged = joined_alike(sums, averaged)
             for total, each in zip(sums, averaged, strict=True):
                 total.add_(each, alpha=weight)
-            for name in tensors.keys() - set(self._floating):
+            for name in self._counts:
                 torch.maximum(self._sums[name], tensors[name], out=self._sums[name])
 
     def _start(self, tensors: Weights, tree: Any) -> None:
@@ -144,6 +154,7 @@ class Mean(Generic[P]):
         self._tree, self._dtypes = tree, {name: t.dtype for name, t in tensors.items()}
         order = packed_order(tensors)
         self._floating = [name for name in order if tensors[name].is_floating_point()]
+        self._counts = [name for name in order if not tensors[name].is_floating_point()]
         sizes = [tensors[name].numel() for name in self._floating]
         parts = torch.split(torch.zeros(sum(sizes), dtype=torch.float64), sizes)
         sums = {n: p.view(tensors[n].shape) for n, p in zip(self._floating, parts, strict=True)}

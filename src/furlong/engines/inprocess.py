@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from furlong.core.context import ClientContext, Exchange, Networks, Setup
 from furlong.core.exchange import Engine, Failure, run_client
 from furlong.core.federation import Federation
+from furlong.core.layout import PayloadError
 from furlong.core.method import AnyMethod, Report
-from furlong.core.payload import PayloadError, unpack
+from furlong.core.payload import unpack
 from furlong.engines.blobs import Blob, Sheets
 from furlong.engines.pool import Answer, Pool, can_fork
 from furlong.engines.states import StateFolder, States

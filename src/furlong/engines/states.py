@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import shutil
 import tempfile
 import weakref
@@ -11,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from furlong.core.payload import pack
+from furlong.core.payload import write
 from furlong.engines.blobs import Blob
 from furlong.files import link
 
@@ -79,12 +77,17 @@ class StateFolder(States):
         return None if path is None else Blob(path.stat().st_size, path=path)
 
     def draft(self, client: int, state: Any) -> Blob:
-        """Pack the new state into a file; that of a client which is given up is used again."""
+        """Write the new state to a file; that of a client which is given up is used again.
+
+        It is not written through mapped memory: a full disk would kill the process there, unless
+        every block is asked for before, which takes the system ten times as long.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._draft(client)
-        with path.open("w+b") as file:
-            pack(state, partial(_room, file))
-        return Blob(path.stat().st_size, path=path)
+        with path.open("wb") as file:
+            write(state, file)
+            size = file.tell()
+        return Blob(size, path=path)
 
     def keep(self, client: int, blob: Blob) -> None:
         """Give the file its name, and remove the one before, unless a checkpoint has it."""
@@ -130,13 +133,3 @@ class StateFolder(States):
         self._now.clear()
         if self._temporary is not None:
             self._temporary()
-
-
-def _room(file: IO[bytes], size: int) -> mmap.mmap:
-    """A new file's memory, of which the disk has every block: else a full one kills the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:  # macOS
-        file.write(bytes(size))
-        file.flush()
-    return mmap.mmap(file.fileno(), size)

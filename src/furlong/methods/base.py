@@ -16,6 +16,7 @@ from furlong.core.context import Batch, ClientContext, Context, ServerContext
 from furlong.core.method import Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
+from furlong.devices import moved
 from furlong.methods.networks import backbone
 
 C = TypeVar("C")
@@ -104,7 +105,7 @@ class OneNetwork(OneModel[None]):
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
         """Replace the network by the global one and train it."""
         net = ctx.network("net", lambda: self.network(ctx), down.weights)
-        start = {name: p.detach().clone() for name, p in net.named_parameters()}
+        start = {name: moved(w, ctx.setup.device) for name, w in down.weights.items()}
         optimiser = ctx.optimiser(net)
 
         def loss_of(batch: Batch) -> Tensor:
