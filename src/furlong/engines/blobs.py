@@ -6,6 +6,7 @@ descriptor maps the same memory, and the memory is free when the last process ha
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -64,6 +65,15 @@ class Blob:
             weakref.finalize(memory, self.unread).atexit = False
             self.unread = None
         return memory
+
+    def read(self) -> bytearray:
+        """A copy of the bytes: for a few megabytes faster than to map them."""
+        data = bytearray(self.size)
+        with os.fdopen(self.open(), "rb") as file:
+            file.seek(0)  # descriptors that were sent share their place in the file
+            if file.readinto(data) != self.size:
+                raise OSError(errno.EIO, "a file is shorter than it was")
+        return data
 
     def shared(self) -> mmap.mmap:
         """The memory itself: what one process writes there, the other one reads."""

@@ -135,7 +135,7 @@ class InProcess(Engine):
         """A client's part, wherever it runs; its answer is packed, as it would travel."""
         try:
             with _keeping():
-                before = None if state is None else state.map()
+                before = None if state is None else state.read()
             slot = _OneState(before, partial(self._draft, client))
             shard = self.federation.shard(client, labels=self.method.needs_labels)
             ctx = ClientContext(

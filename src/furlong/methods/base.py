@@ -16,7 +16,6 @@ from furlong.core.context import Batch, ClientContext, Context, ServerContext
 from furlong.core.method import Local, Method, Reports
 from furlong.core.payload import Weights, payload
 from furlong.core.weights import snapshot
-from furlong.devices import moved
 from furlong.methods.networks import backbone
 
 C = TypeVar("C")
@@ -105,7 +104,7 @@ class OneNetwork(OneModel[None]):
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
         """Replace the network by the global one and train it."""
         net = ctx.network("net", lambda: self.network(ctx), down.weights)
-        start = {name: moved(w, ctx.setup.device) for name, w in down.weights.items()}
+        start = ctx.on_device(down.weights)
         optimiser = ctx.optimiser(net)
 
         def loss_of(batch: Batch) -> Tensor:
