@@ -24,16 +24,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import learning
 import pyarrow as pa
 import pyarrow.parquet as pq
+import series
 import torch
 import torch.nn.functional as F
-from learning import Options, Part
 from matplotlib.figure import Figure
 from measuring import parse, parser
 from PIL import Image
 from scipy.stats import t
+from series import Options, Part
 from torch import Tensor
 
 from furlong.data.images import load
@@ -289,7 +289,7 @@ def cell(runs: Runs, whose: str, measure: str, protocol: str = "linear") -> str:
     if not values:
         return "–"
     scale, digits = (100, 1) if "accuracy" in measure else (1, 3)
-    text = learning.spread([scale * value for value in values], digits)
+    text = series.spread([scale * value for value in values], digits)
     if (both := ends(runs, whose, measure, protocol)) is not None:
         low, high = (f"{scale * end:.{max(digits - 1, 0)}f}" for end in both)
         text += f" [{low}–{high}]"
@@ -316,23 +316,23 @@ def shown(every: dict[str, Runs]) -> list[tuple[str, str, Runs, str]]:
 def all_rows(every: dict[str, Runs]) -> list[str]:
     """The table of all rows."""
     lines = [
-        learning.cells(
+        series.cells(
             "start", "who trained", "balanced accuracy %", "AUROC", "average precision",
             "AUROC, kNN", "AUROC, 1 % of labels", "10 %", "seeds",
         ),
-        learning.cells(*["---"] * 9),
+        series.cells(*["---"] * 9),
     ]  # fmt: skip
     for start, name, runs, whose in shown(every):
         lines.append(
-            learning.cells(
+            series.cells(
                 start,
                 name,
                 cell(runs, whose, "balanced_accuracy"),
                 cell(runs, whose, "auroc"),
                 cell(runs, whose, "average_precision"),
                 cell(runs, whose, "auroc", "knn"),
-                learning.spread(measured(runs, whose, "linear-1", "auroc"), 3),
-                learning.spread(measured(runs, whose, "linear-10", "auroc"), 3),
+                series.spread(measured(runs, whose, "linear-1", "auroc"), 3),
+                series.spread(measured(runs, whose, "linear-10", "auroc"), 3),
                 str(len(runs)),
             )
         )
@@ -342,8 +342,8 @@ def all_rows(every: dict[str, Runs]) -> list[str]:
 def differences(kept: dict[str, dict[str, Any]]) -> list[str]:
     """What federation gains, paired over seeds, in AUROC of the linear probe."""
     lines = [
-        learning.cells("federated minus", *(f"from {start}" for start in STARTS)),
-        learning.cells(*["---"] * (1 + len(STARTS))),
+        series.cells("federated minus", *(f"from {start}" for start in STARTS)),
+        series.cells(*["---"] * (1 + len(STARTS))),
     ]
     names = ["the encoder before training", *(f"{site} alone" for site in SITES)]
     for name in (*names, "alone, mean of the five", "pooled"):
@@ -359,7 +359,7 @@ def differences(kept: dict[str, dict[str, Any]]) -> list[str]:
                 if f"{whose} linear" in right[seed]["measures"]
             ]
             found.append(gap(gaps))
-        lines.append(learning.cells(name, *found))
+        lines.append(series.cells(name, *found))
     return lines
 
 
@@ -377,13 +377,13 @@ def by_site(every: dict[str, Runs]) -> list[str]:
     """AUROC on each hospital's own test patients: who trained the encoder."""
     tested = [site for site in SITES if site != "EZ"]
     lines = [
-        learning.cells("start", "who trained", *tested),
-        learning.cells(*["---"] * (2 + len(tested))),
+        series.cells("start", "who trained", *tested),
+        series.cells(*["---"] * (2 + len(tested))),
     ]
 
     def own(runs: Runs, whose: str, site: str, protocol: str = "linear") -> str:
         found = [run["measures"].get(f"{whose} {protocol}", {}).get("sites", {}) for run in runs]
-        return learning.spread([one[site]["auroc"] for one in found if site in one], 3)
+        return series.spread([one[site]["auroc"] for one in found if site in one], 3)
 
     for start, untrained in UNTRAINED.items():
         federated, alone, pooled = (
@@ -402,7 +402,7 @@ def by_site(every: dict[str, Runs]) -> list[str]:
             "all, pooled": [own(pooled, "pooled", site) for site in tested],
         }
         lines += [
-            learning.cells(start, name, *found)
+            series.cells(start, name, *found)
             for name, found in table.items()
             if set(found) != {"–"} and not (start == "LoRA" and name == "nobody")
         ]
@@ -412,12 +412,12 @@ def by_site(every: dict[str, Runs]) -> list[str]:
 def sent(every: dict[str, Runs]) -> list[str]:
     """What a hospital sends in a round, by kind, and in the whole run; and the time."""
     lines = [
-        learning.cells(
+        series.cells(
             "start", "method", "rounds", "parameters", "BatchNorm statistics",
             "features of images", "counts and losses", "one hospital in all, up and down",
             "minutes of the run",
         ),
-        learning.cells(*["---"] * 9),
+        series.cells(*["---"] * 9),
     ]  # fmt: skip
     for row, runs in every.items():
         start, _, way = row.partition(": ")
@@ -429,9 +429,9 @@ def sent(every: dict[str, Runs]) -> list[str]:
             for kind in ("params", "buffers", "features", "scalars")
         ]
         method = way.partition(", ")[2] or ("Furlong" if start == "scenes" else "FedSimCLR")
-        minutes = learning.spread([run["seconds"] / 60 for run in runs])
+        minutes = series.spread([run["seconds"] / 60 for run in runs])
         lines.append(
-            learning.cells(
+            series.cells(
                 start, method, str(last["rounds"]), *kinds, size(1e6 * last["sent"]), minutes
             )
         )
@@ -440,7 +440,7 @@ def sent(every: dict[str, Runs]) -> list[str]:
 
 def near(every: dict[str, Runs]) -> list[str]:
     """Of the ten nearest training slices of a test slice: of its class, of its hospital."""
-    lines = [learning.cells("encoder", "same class", "same hospital"), learning.cells(*["---"] * 3)]
+    lines = [series.cells("encoder", "same class", "same hospital"), series.cells(*["---"] * 3)]
     chance = False
     for row, runs in every.items():
         found = [run["neighbours"] for run in runs if run["neighbours"]]
@@ -458,7 +458,7 @@ def near(every: dict[str, Runs]) -> list[str]:
 
 def _near_cells(name: str, found: Runs, when: str) -> str:
     shares = ([100 * one[when][key] for one in found] for key in ("label", "site"))
-    return learning.cells(name, *(f"{learning.spread(values)} %" for values in shares))
+    return series.cells(name, *(f"{series.spread(values)} %" for values in shares))
 
 
 def intervals_figure(every: dict[str, Runs]) -> Figure:
@@ -519,15 +519,14 @@ def main() -> None:
     if given.smoke:
         smoke(given)
         return
-    learning.KEPT = KEPT
-    part = parts(given.lgg.resolve())[given.part]
+    part, path = parts(given.lgg.resolve())[given.part], KEPT / f"{given.part}.json"
     if not given.show:
-        learning.run(given.part, part, given)
+        series.run(path, part, given)
     if given.part == "hospitals":
-        page(learning.kept(given.part))
+        page(series.kept(path))
         print(f"{PAGE} has the tables and figures of the runs that are there")
     else:
-        print(learning.table(given.part, part))
+        print(series.table(given.part, part, series.kept(path)))
 
 
 def smoke(given: Any) -> None:
@@ -535,7 +534,7 @@ def smoke(given: Any) -> None:
     tiny = {"data.image-size": 16, "rounds": 1, "batch-size": 8, "method": "fedsimclr"}
     tiny |= {"evaluate.also": "linear-10,linear-50"}
     with tempfile.TemporaryDirectory() as scratch:
-        given.out = learning.KEPT = Path(scratch)
+        given.out = Path(scratch)
         for number, split in enumerate(("train", "test")):
             figures_of(split, number, Path(scratch) / "lgg")
         part = Part(
@@ -548,8 +547,8 @@ def smoke(given: Any) -> None:
             },
             more=more,
         )
-        learning.run("smoke", part, given)
-        kept = learning.kept("smoke")
+        series.run(path := given.out / "smoke.json", part, given)
+        kept = series.kept(path)
     every = {row: list(seeds.values()) for row, seeds in kept.items()}
     for lines in (all_rows(every), differences(kept), by_site(every), sent(every), near(every)):
         print(*lines, "", sep="\n")

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import learning
-from learning import Options, Part
+import series
+from series import Options, Part
 
 SEEDS = (100, 101, 102)
 QUICK: Options = {
@@ -215,4 +216,4 @@ def parts() -> dict[str, Part]:
 
 
 if __name__ == "__main__":
-    learning.main(__doc__, parts(), HERE, Path("runs/recipe"))
+    series.main(__doc__, parts(), HERE, Path("runs/recipe"))

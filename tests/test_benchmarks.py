@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
+SHARED = ("measuring.py", "series.py")  # what the scripts have in common
+SCRIPTS = sorted(p.name for p in (ROOT / "benchmarks").glob("*.py") if p.name not in SHARED)
 LIMIT = 600  # seconds; the longest takes about twenty on an idle machine, a hang takes for ever
 
 
@@ -46,7 +47,7 @@ def test_the_table_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "measuring.py"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_smoke_mode(script: str) -> None:
     """As a user starts it: from the root of the repository, with all cores for torch."""
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}

@@ -1,8 +1,13 @@
 """Methods learn: features tell figures apart better than those of the untrained encoder.
 
-Two clients, 1,000 small figures, seed 107, each method with its usual settings; the probe is ridge
-regression. A loss with the wrong sign, or one that does not reach the encoder, fails here: that is
-tried as well. Methods that are not here have not been tried within such a budget.
+Two clients, 1,000 small figures, seed 107, each method with its usual settings (BYOL and its
+relatives with faster ones); the probe is ridge regression. A loss with the wrong sign, or one that
+does not reach the encoder, fails here: that is tried as well, except where no such test can exist.
+A predictor that ends in a linear layer can learn -q as well as q, so the negated loss of BYOL,
+FedU, FedEMA, FedU² and SimSiam is the same loss with another start, and learns as well. Their
+signs are in the tests that repeat a client's round by hand. FedMAE is not here: a transformer that
+rebuilds patches needs thousands of steps (docs/results.md); after a few hundred its features are
+no better than before.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import furlong
 from furlong.core.context import Optimiser
 from furlong.data.images import ImageSet
 from furlong.errors import FurlongError
+from furlong.methods import METHODS
 
 SIZE = 16
 BASE: dict[str, Any] = {
@@ -41,8 +47,19 @@ BASE: dict[str, Any] = {
 ROUNDS = {
     **dict.fromkeys(("furlong", "fedsimclr", "ldawa", "fedx", "fedvicreg", "fedswav", "feddc"), 20),
     **dict.fromkeys(("fedae", "fedavg", "fedprox", "moon"), 20),
+    **dict.fromkeys(("fedsc", "ssd"), 20),
     **dict.fromkeys(("fedmoco", "fcl", "fedca", "fedbarlow", "fedrot", "fedsimsiam"), 60),
+    **dict.fromkeys(("fedbyol", "fedu", "fedema", "fedu2", "orchestra"), 60),
+    "mfcl": 3,
 }
+FASTER: dict[str, Any] = {
+    "optimiser.name": "sgd",
+    "optimiser.lr": 0.1,
+    "optimiser.weight_decay": 0.0005,
+    "method.decay": 0.9,
+}
+OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(("fedbyol", "fedu", "fedema", "fedu2"), FASTER)
+EITHER_SIGN = (*OPTIONS, "fedsimsiam")
 QUICK = ("fedsimclr",)
 LEAST = 0.03
 
@@ -69,7 +86,8 @@ def probed(encoder: nn.Module) -> float:
 
 def gain(method: str, out: Path) -> float:
     """By how much training raises the probe."""
-    run = furlong.run(method=method, **{**BASE, "rounds": ROUNDS[method], "out": str(out)})
+    settings = {**BASE, **OPTIONS.get(method, {}), "rounds": ROUNDS[method], "out": str(out)}
+    run = furlong.run(method=method, **settings)
     trained = probed(encoder := furlong.load_encoder(run.folder))
     encoder.load_state_dict(load_file(run.folder / "random.safetensors"))
     return trained - probed(encoder)
@@ -80,6 +98,10 @@ every_method = pytest.mark.parametrize(
 )
 
 
+def test_no_method_is_left_out() -> None:
+    assert {*ROUNDS, "fedmae"} == set(METHODS)
+
+
 @every_method
 def test_the_probe_rises(method: str, tmp_path: Path) -> None:
     found = gain(method, tmp_path / "run")
@@ -87,7 +109,7 @@ def test_the_probe_rises(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedsimclr", "fedavg"])
+@pytest.mark.parametrize("method", [m for m in ROUNDS if m not in EITHER_SIGN])
 def test_a_loss_with_the_wrong_sign_is_noticed(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
