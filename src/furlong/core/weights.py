@@ -30,7 +30,8 @@ def snapshot(module: nn.Module) -> Weights:
     own = module.state_dict()
     copies = room_for(own)
     with torch.no_grad():
-        _copy(list(copies.values()), list(own.values()))
+        for name, copy in copies.items():
+            copy.copy_(own[name])
     return copies
 
 
@@ -39,18 +40,13 @@ def restore(module: nn.Module, weights: Weights) -> None:
     own = module.state_dict()
     if own.keys() != weights.keys():
         raise ValueError(f"weights differ in names: {sorted(own.keys() ^ weights.keys())[:6]}")
-    given = [weights[name] for name in own]
-    for (name, tensor), value in zip(own.items(), given, strict=True):
-        if tensor.shape != value.shape:  # a copy would broadcast (1, 1) silently
-            raise ValueError(f"{name} has shape {tuple(value.shape)}, not {tuple(tensor.shape)}")
     with torch.no_grad():
-        _copy(list(own.values()), given)
-
-
-def _copy(to: list[Tensor], values: list[Tensor]) -> None:
-    """Tensor by tensor, but in one call."""
-    if to:
-        torch._foreach_copy_(to, values)
+        for name, tensor in own.items():
+            if tensor.shape != weights[name].shape:  # copy_ would broadcast (1, 1) silently
+                raise ValueError(
+                    f"{name} has shape {tuple(weights[name].shape)}, not {tuple(tensor.shape)}"
+                )
+            tensor.copy_(weights[name])
 
 
 def prefixed(weights: Weights, prefix: str) -> Weights:
