@@ -26,8 +26,9 @@ from typing import Any, Protocol
 import furlong
 from furlong.core.context import Exchange
 from furlong.core.exchange import Downloads, Engine, Failure
+from furlong.core.layout import PayloadError
 from furlong.core.method import Report
-from furlong.core.payload import PayloadError, pack, payload, unpack
+from furlong.core.payload import pack, payload, unpack
 from furlong.engines.codec import How, decode, encode
 from furlong.errors import FurlongError
 
