@@ -53,6 +53,7 @@ SHORT: dict[str, dict[str, Options]] = {
             "optimiser.lr": 0.001,
         },
         "constant rate": {"optimiser.schedule": "constant"},
+        "constant rate 0.0003": {"optimiser.schedule": "constant", "optimiser.lr": 0.0003},
     },
     "orchestra": {
         "80 rounds": {"rounds": 80},
