@@ -48,8 +48,8 @@ class PrivacySettings:
     )
     delta: float | None = setting(
         None,
-        "The δ of (ε, δ), below 1/units; none: a tenth of that and at most 0.00001, where units are "
-        "all clients or all images.",
+        "The δ of (ε, δ), below 1/units; none: a tenth of that and at most 0.00001, where units "
+        "are all clients or all images.",
         above=0,
         below=1,
     )

@@ -45,7 +45,7 @@ from furlong.words import plural
 class PrivateRecords(Private):
     """Nobody, the server included, can tell from what a client sends whether it had an image."""
 
-    unit = "each single image of each client, from the server too"
+    unit = "each single image of each client"
 
     def __post_init__(self) -> None:
         super().__post_init__()
