@@ -18,7 +18,7 @@ from furlong.core.context import ClientContext, Exchange
 from furlong.core.exchange import run_client
 from furlong.core.federation import Federation
 from furlong.core.method import Local
-from furlong.core.noise import KEY, Noise
+from furlong.core.noise import KEY, Noise, secret_in
 from furlong.core.payload import flatten
 from furlong.core.privacy import LEDGER, Ledger, PrivacySettings, Release, epsilon_of
 from furlong.errors import FurlongError
@@ -486,13 +486,24 @@ def test_a_method_of_ones_own_that_steps_on_batches_is_stopped(
 # ---------------------------------------------------------------- whole runs
 
 
-def test_a_run_that_goes_on_spends_nothing_twice_and_forgets_nothing(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_spends_nothing_twice_and_forgets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {**RECORD, "evaluate.probe": "none", "rounds": 2}
     whole = loop.run(tiny("fedrot", **given, out=str(tmp_path / "whole")))
     spent = whole.summary["privacy"]
     assert spent["releases"] == 2
     assert spent["epsilon"] == epsilon_of((Release(1 / 3, 1.0, 6),), 1e-5)
     assert not (tmp_path / "whole" / "server").exists()  # the secret is thrown away
+    secret_in(tmp_path / "whole" / "server")  # as if it was killed before that
+    loop.resume(tmp_path / "whole")
+    assert not (tmp_path / "whole" / "server").exists()
+    said: list[str] = []
+    secret_in(tmp_path / "whole" / "server")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)
+        loop.resume(tmp_path / "whole", say=said.append)
+    assert any("cannot be deleted" in text and KEY in text for text in said)
 
     class Stop(Exception):
         pass

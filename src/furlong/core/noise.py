@@ -12,6 +12,8 @@ import hashlib
 import math
 import os
 import secrets
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from furlong.files import sync
 
 KEY = "noise.key"
 _BYTES = 32
+_LEFT = f"Delete it: whoever has {KEY} and what clients sent can take the noise away."
 
 
 def secret_in(folder: Path, begun: bool = False) -> bytes:
@@ -50,6 +53,22 @@ def secret_in(folder: Path, begun: bool = False) -> bytes:
     sync(path)
     sync(folder)
     return secret
+
+
+def forget(folder: Path, say: Callable[[str], None]) -> None:
+    """Delete ``folder`` if it is there, and with it the secret; what stays is said."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        say(f"warning: {folder} cannot be deleted. {_LEFT}")
+
+
+def forget_secret(folder: Path, say: Callable[[str], None]) -> None:
+    """Delete the secret of ``folder``, if it has one, and nothing else."""
+    path = folder / KEY
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        say(f"warning: {path} cannot be deleted ({error.strerror}). {_LEFT}")
 
 
 def secret_from(*parts: object) -> bytes:
