@@ -2528,7 +2528,7 @@ MUTANTS = [
     Mutant(
         "dp-new-shares",
         "methods/wrappers/private.py",
-        "mark = None if self.repeats else token_hex()",
+        "mark = None if self.repeats(ctx.setup) else token_hex()",
         "mark = None",
         PRIVACY,
         "a last round with new noise is done twice within one budget",

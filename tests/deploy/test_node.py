@@ -305,6 +305,21 @@ def test_a_site_answers_once_under_a_budget(
     site._spend(header, settings, party, 0, second, mine, down)
 
 
+def test_an_accelerator_is_charged_for_every_answer(tmp_path: Path) -> None:
+    """Its answers to the same question differ, and so does their noise."""
+    settings = tiny("fedrot", **PRIVATE, **{"privacy.epsilon": 4.0})
+    party, header = participate(settings, None, {}), {"run": "ab" * 16}
+    first, down = Exchange(0, index=0), {"w": torch.zeros(2)}
+    place = tmp_path / "spent" / header["run"]
+    secret_in(place)
+    party = replace(party, setup=replace(party.setup, device=torch.device("cuda")))
+    for asked in (1, 2):
+        Site(tmp_path, part=0)._spend(header, settings, party, 0, first, None, down)
+        assert Ledger(place).rounds(0) == asked
+    with pytest.raises(FurlongError, match="budget is used up"):
+        Site(tmp_path, part=0)._spend(header, settings, party, 0, first, None, down)
+
+
 def test_the_secret_of_a_run_is_gone_when_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,11 +18,12 @@ from furlong.core.context import ClientContext, Exchange
 from furlong.core.exchange import run_client
 from furlong.core.federation import Federation
 from furlong.core.method import Local
-from furlong.core.noise import KEY, Noise, secret_in
+from furlong.core.noise import KEY, Noise, repeatable, secret_in
 from furlong.core.payload import flatten
 from furlong.core.privacy import LEDGER, Ledger, PrivacySettings, Release, epsilon_of
 from furlong.errors import FurlongError
 from furlong.methods.fedsimclr import FedSimCLR
+from furlong.methods.wrappers import private_records
 from furlong.methods.wrappers.private import Private
 from furlong.methods.wrappers.private_clients import clipped
 from furlong.methods.wrappers.private_records import (
@@ -393,6 +394,28 @@ def test_another_version_of_torch_is_other_noise(
     monkeypatch.setattr(torch, "__version__", "9.9")
     there = flatten(answer(run).upload)[0][name]
     assert float((here - there).std()) == pytest.approx(math.sqrt(2) / 24, rel=0.05)
+
+
+def test_an_accelerator_gets_new_noise_every_time(
+    prepared: Callable[..., Prepared], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may round otherwise the second time: the same noise would fall out of the difference."""
+    assert repeatable(torch.device("cpu"))
+    assert not repeatable(torch.device("cuda"))
+    secret = {"privacy.noise_from": "secret", "privacy.noise": None, "privacy.epsilon": 8.0}
+    run, name = prepared("fedrot", **{**RECORD, **secret}, **PLAIN), "weights/backbone.conv4.weight"
+    assert torch.equal(*(flatten(answer(run).upload)[0][name] for _ in range(2)))
+    monkeypatch.setattr(private_records, "repeatable", lambda _: False)
+    one, two = (flatten(answer(run).upload)[0][name] for _ in range(2))
+    noise = run.method.release(run.setup, 0).noise
+    assert float((one - two).std()) == pytest.approx(noise * math.sqrt(2) / 24, rel=0.05)
+    server = replace(run.server, folder=tmp_path)  # and nobody is asked for what is not there
+    state, (first, last) = server.init(), map(server.context, server.exchanges())
+    for ctx in (first, last):
+        assert run.method.asked(state, [0, 1, 2], ctx) == [0, 1, 2]
+        run.method.aggregate(state, (answer(run, client=k) for k in range(3)), ctx)
+    with pytest.raises(FurlongError, match="budget is used up"):
+        run.method.asked(state, [0, 1, 2], last)
 
 
 def test_a_client_is_charged_for_the_rounds_in_which_it_is_asked() -> None:

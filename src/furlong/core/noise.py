@@ -85,6 +85,11 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
+def repeatable(device: torch.device) -> bool:
+    """Whether ``device`` gives the same bits again for the same work; an accelerator need not."""
+    return device.type == "cpu"
+
+
 def arithmetic(device: torch.device) -> str:
     """What the lowest bits of a result depend on, beside all that goes into it.
 

@@ -378,7 +378,7 @@ class Site:
             if asks is None:
                 return
             exchange, *values = asks
-            if not method.repeats:  # there is new noise in every answer
+            if not method.repeats(party.setup):  # there is new noise in every answer
                 mark = token_hex()
                 method.require_budget(ledger, party.setup, exchange, [client], mark)
             else:

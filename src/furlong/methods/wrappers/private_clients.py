@@ -64,8 +64,7 @@ class PrivateClients(Private):
         most = max(self.visits(setup).values())
         return Release(1.0, noise_for(self.privacy.epsilon, 1.0, most, self.delta(setup)), 1)
 
-    @property
-    def repeats(self) -> bool:
+    def repeats(self, setup: Setup) -> bool:  # noqa: ARG002
         """Not where clients draw new shares of the noise."""
         return self.privacy.noise_at == "server" or self.privacy.noise_from == "seed"
 
@@ -137,7 +136,7 @@ class PrivateClients(Private):
                 move = clipped(move, self.privacy.clip)
             total = {name: total[name] + m for name, m in move.items()} if total else move
             last = report
-        mark = "" if self.repeats else token_hex()
+        mark = "" if self.repeats(ctx.setup) else token_hex()
         if last is not None:
             if self.privacy.noise_at == "server":
                 stream = self._stream("sum", ctx.exchange.index, digest(total), release)
