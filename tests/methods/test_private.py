@@ -195,11 +195,14 @@ def test_samples_are_poisson_and_groups_are_drawn_anew(prepared: Callable[..., P
     assert abs(float(sizes.mean()) - 6) < 0.5
     assert abs(float(sizes.var()) - 24 * 0.25 * 0.75) < 1.2  # and not always the same number
     ctx = noisy(replace(settings, group=5), run, Release(0.5, 1.0, 20), 4)
-    for batch in ctx.batches():
-        assert len(batch.index) % 5 == 0
-        assert len(batch.index.unique()) == len(batch.index)
-    first, second = (next(iter(ctx.batches())).index[:5].tolist() for _ in range(2))
+    groups = [batch.index for batch in ctx.batches()]
+    for index in groups:
+        assert len(index) % 5 == 0
+        assert len(index.unique()) == len(index)
+    first, second = [index[:5].tolist() for index in groups if len(index)][:2]
     assert first != second
+    with pytest.raises(FurlongError, match="more often than the budget counts, in 20 steps"):
+        next(iter(ctx.batches()))
 
 
 def test_noise_has_the_size_that_is_accounted_for(prepared: Callable[..., Prepared]) -> None:
@@ -300,7 +303,7 @@ def test_canaries_of_one_run_do_not_contradict_the_budget(
         out: Tensor = -1000 * net.weight[0, batch]
         return out
 
-    class Canaries(type(next(iter(ctx.batches())))):  # type: ignore[misc]
+    class Canaries(_Sample):
         def units(self) -> Iterator[int]:  # type: ignore[override]
             return iter(there.nonzero()[:, 0].tolist())
 
@@ -487,6 +490,7 @@ def test_few_clients_are_told_and_refused() -> None:
         ("fedsimclr", {**CLIENT, "server.outlier": 5.0}, "looks at single updates"),
         ("fedsimclr", {**CLIENT, "secure.sums": True}, "noise-at clients"),
         ("fedsimclr", {**CLIENT, "bound": "pooled"}, "one client"),
+        ("fedsimclr", {**CLIENT, "evaluate.angles": 8}, "encoders of single clients"),
         ("fedrot", {**RECORD, "bound": "single"}, "nothing leaves"),
         ("fedsimclr", {**CLIENT, "privacy.noise_at": "clients"}, "min-clients"),
     ],

@@ -208,6 +208,7 @@ class _NoisyContext(ClientContext):
     privacy: PrivacySettings
     places: int
     stream: Noise
+    drawn: int = 0  # samples so far: no more than are accounted for
 
     def batches(
         self, epochs: int | None = None, *, shuffle: bool = True, counted: bool = True
@@ -217,6 +218,12 @@ class _NoisyContext(ClientContext):
             raise FurlongError("privacy.level = record: the method looks at its images elsewhere.")
         size, device = self.privacy.group, self.setup.device
         for _ in range(self.release.count):
+            if self.drawn == self.release.count:
+                raise FurlongError(
+                    "privacy.level = record: the method goes through the client's images more "
+                    f"often than the budget counts, in {plural(self.drawn, 'step')}."
+                )
+            self.drawn += 1
             count = len(self.data)
             order = torch.arange(count) if size == 1 else self.stream.order(count)
             chosen = self.stream.uniform(self.places) < self.release.sampling
