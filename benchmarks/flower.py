@@ -47,7 +47,6 @@ from furlong.deploy.proxy import Ports
 from furlong.deploy.registry import Registry
 from furlong.deploy.session import Session
 from furlong.deploy.superlink import superlink_command, write_connection
-from furlong.deploy.supernode import supernode_command
 from furlong.engines.codec import How
 from furlong.engines.pool import keep_freed_memory
 from furlong.engines.remote import Reply
@@ -251,9 +250,10 @@ class Federation:
         self._stack.close()
 
     def _subprocess(self, command: list[str]) -> list[str]:
-        """As Flower does it by itself: a process for every message."""
+        """Flower's own program, as it does it by itself: a process for every message."""
         at = command.index("--superexec-auth-secret-file")
         command = command[:at] + command[at + 2 :]
+        command = [processes.program("flower-superlink"), *command[command.index("--host") :]]
         command[command.index("--isolation") + 1] = "subprocess"
         return command
 
@@ -264,9 +264,10 @@ class Federation:
         command = [*FURLONG, "node", "--superlink", superlink, "--certs", str(certs)]
         command += ["--state", str(state), "--part", str(k), "--device", "cpu"]
         if self.plain:
-            ours = supernode_command(certs, superlink, certs / "none", port=free_port())
-            about = f'partition-id={k} state="{state}"'
-            command = [*self._subprocess(ours), "--node-config", about]
+            command = [processes.program("flower-supernode"), "--superlink", superlink]
+            command += ["--root-certificates", str(certs / "ca.crt"), "--port", str(free_port())]
+            command += ["--auth-supernode-private-key", str(certs / "node.key")]
+            command += ["--node-config", f'partition-id={k} state="{state}"']
         stack = ExitStack()
         log = self.folder / f"node{k}.log"
         env = self.env | {"FLWR_HOME": str(state / "flower")}

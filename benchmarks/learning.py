@@ -55,6 +55,7 @@ SHORT: dict[str, dict[str, Options]] = {
     },
     "orchestra": {
         "80 rounds": {"rounds": 80},
+        "60 rounds, constant rate": {"rounds": 60, "optimiser.schedule": "constant"},
         "rate 0.001": {"optimiser.lr": 0.001},
         "batch 16": {"batch-size": 16},
     },

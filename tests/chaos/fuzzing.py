@@ -26,8 +26,9 @@ from federations import parts, work
 from PIL import Image
 
 from furlong.core.context import Exchange
+from furlong.core.layout import PayloadError
 from furlong.core.method import Report
-from furlong.core.payload import PayloadError, pack, pack_tensors, unpack
+from furlong.core.payload import pack, pack_tensors, unpack
 from furlong.data import images
 from furlong.data.shapes import shapes
 from furlong.deploy import keys, proxy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from furlong.core.layout import PayloadError, packed_order
 from furlong.core.payload import (
-    PayloadError,
     Weights,
     joined,
     joined_alike,
     pack,
     pack_tensors,
-    packed_order,
     payload,
     replace_tensors,
     room_for,
@@ -27,6 +27,7 @@ from furlong.core.payload import (
     traffic,
     unpack,
     unpack_tensors,
+    write,
 )
 
 
@@ -277,3 +278,39 @@ def test_pieces_of_two_sides_are_the_same_or_none() -> None:
     apart = [other[:4], other[4:].clone()]
     left, right = joined_alike([row[:4], row[4:]], apart)
     assert [t.shape for t in left] == [t.shape for t in right] == [(4,), (4,)]
+
+
+def test_a_payload_is_written_as_it_is_packed(tmp_path: Path) -> None:
+    turned = {"t": torch.arange(6.0).view(2, 3).T, "none": torch.empty(0, 3), "n": torch.tensor(7)}
+    half = {"b": torch.tensor([True, False]), "h": torch.ones(3, dtype=torch.bfloat16)}
+    for value in (example(), turned, half, {}, 7):
+        with open(tmp_path / "file", "wb") as file:
+            write(value, file)
+        assert (tmp_path / "file").read_bytes() == bytes(pack(value))
+
+
+def test_a_header_is_read_like_any_json() -> None:
+    """The metadata apart from the rest, which is remembered: that must make no difference."""
+    entry = '"t":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+    for text in (
+        '{"__metadata__":{"a":"b"},' + entry + "}",
+        '{"__metadata__":{"a":"b"},' + entry + "}   ",
+        '{ "__metadata__" : {"a":"b"}, ' + entry + "}",
+        "{" + entry + ',"__metadata__":{"a":"b"}}',
+    ):
+        head = len(text).to_bytes(8, "little") + text.encode()
+        tensors, metadata = unpack_tensors(bytearray(head + bytes(8)))
+        assert metadata == {"a": "b"}
+        assert tensors["t"].tolist() == [0, 0]
+    for text in (
+        '{"__metadata__":{"a":"b"}' + entry + "}",
+        '{"__metadata__":{"a":"b"},' + entry,
+        '{"__metadata__":{"a":"b"},' + entry + ',"__metadata__":{}}',
+        '{"__metadata__":{"a":"b"},}',
+        '{"__metadata__":{"a":"b"}',
+        '{"__metadata__":7}',
+        '{"__metadata__":',
+    ):
+        for data in (bytes(8), b""):
+            with pytest.raises(PayloadError):
+                unpack_tensors(bytearray(len(text).to_bytes(8, "little") + text.encode() + data))

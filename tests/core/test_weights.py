@@ -19,7 +19,7 @@ from furlong.core.context import (
     OptimiserSettings,
 )
 from furlong.core.federation import Federation
-from furlong.core.weights import prefixed, recalibrate, restore, snapshot
+from furlong.core.weights import first_nonfinite, prefixed, recalibrate, restore, snapshot
 from furlong.data.images import ImageSet
 from furlong.nn.encoders import build_encoder
 
@@ -356,3 +356,11 @@ def test_sgd_is_torchs_and_takes_a_parameter_that_was_frozen_at_first() -> None:
         late.bias.requires_grad_(wanted)
         optimiser.step(late(data[0]).square().mean())
     assert not torch.equal(late.bias, before)
+
+
+def test_finite_numbers_whose_sum_overflows_are_finite() -> None:
+    large = {"w": torch.full((1000,), 3e38), "half": torch.full((100,), 6e4, dtype=torch.half)}
+    assert first_nonfinite(large) is None
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        large["half"][7] = bad
+        assert first_nonfinite(large) == "half"

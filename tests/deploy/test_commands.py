@@ -17,7 +17,7 @@ from nginx import OUTSIDE, ask, needs_nginx, nginx
 
 pytest.importorskip("flwr")
 
-from furlong.deploy import addresses, certs, keys, processes, supernode
+from furlong.deploy import addresses, certs, keys, processes
 from furlong.deploy.flower_private import Connection, SuperLinkNodes
 from furlong.deploy.proxy import Ports
 
@@ -87,11 +87,9 @@ def test_a_federation_behind_nginx(tmp_path: Path) -> None:
     own = {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
 
     def node(site: Path, output: Path) -> tuple[list[str], dict[str, str], Path]:
-        secret = site / "superexec.secret"
-        keys.make_secret(secret)
-        port = addresses.free_port()
-        words = supernode.supernode_command(site, f"127.0.0.1:{outside}", secret, port=port)
-        return words, processes.environment(tmp_path / f"{site.name}-home"), output
+        words = [sys.executable, "-m", "furlong.cli", "node", "--certs", str(site), "--part", "0"]
+        words += ["--superlink", f"127.0.0.1:{outside}", "--state", str(tmp_path / site.name)]
+        return [*words, "--patience", "3"], own, output
 
     def nodes() -> dict[str, str]:
         names, connection = certs.node_keys(server), Connection(f"127.0.0.1:{inside}", authority)
@@ -125,8 +123,8 @@ def test_a_federation_behind_nginx(tmp_path: Path) -> None:
                 )
 
             wait(lambda: nodes()["hospital-a"] == "online", 60, "the node")
-            assert second.wait(60) == 1
-            assert "Exit Code: 305" in unknown.read_text()
+            assert second.wait(60) == 2
+            assert "does not know this site's key" in unknown.read_text()
             assert nodes() == {"hospital-a": "online"}
             assert listed(server / "state/flower") == ["online"]
             assert first.poll() is None
@@ -136,7 +134,8 @@ def test_a_federation_behind_nginx(tmp_path: Path) -> None:
             certs.make_certs(fed, nodes=["hospital-b"])
             wait(lambda: "hospital-b: registered" in log.read_text(), 30, "another node")
             certs.revoke_node(fed, "hospital-a")
-            assert first.wait(60) == 0  # Flower's node leaves quietly when it is refused
+            assert first.wait(60) == 2
+            assert "does not know this node any more" in known.read_text()
             assert "hospital-a: revoked" in log.read_text()
         superlink.terminate()
         assert superlink.wait(30) == 0

@@ -18,7 +18,7 @@ from furlong.errors import FurlongError
 
 pytest.importorskip("flwr")
 
-from furlong.deploy import addresses, certs, processes, superlink, supernode
+from furlong.deploy import addresses, certs, membership, processes, superlink
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -50,7 +50,7 @@ def test_insecure_and_exposed_only_with_care(made: Path, tmp_path: Path, host: s
     superlink.superlink_command(made / "server", tmp_path, host=host, port=1, exposed=True)
     name = f"[{host}]:80" if ":" in host else f"{host}:80"
     with pytest.raises(FurlongError, match="works on this machine only"):
-        supernode.supernode_command(None, name, tmp_path / "secret", port=1)
+        membership.require_files(name, None)
 
 
 def test_commands_are_safe_by_default(made: Path, tmp_path: Path) -> None:
@@ -62,15 +62,7 @@ def test_commands_are_safe_by_default(made: Path, tmp_path: Path) -> None:
     assert "--insecure" not in words
     files = {word: words[words.index(word) + 1] for word in words if word.startswith("--ssl-")}
     assert {Path(file).name for file in files.values()} == {"ca.crt", "server.pem", "server.key"}
-
-    site, secret = made / "hospital-a", tmp_path / "secret"
-    words = supernode.supernode_command(site, "fl.example.org:8443", secret, port=9000)
-    assert words[words.index("--host") + 1] == "127.0.0.1"
-    assert words[words.index("--auth-supernode-private-key") + 1] == str(site / "node.key")
-    assert "--insecure" not in words
     assert shlex.split(processes.shown(words, {"FLWR_HOME": "/a b"})) == ["FLWR_HOME=/a b", *words]
-    with pytest.raises(FurlongError, match=r"there is no .*node\.key"):
-        supernode.supernode_command(made / "server", "h:1", secret, port=9000)
 
 
 @pytest.mark.parametrize("address", ["", "a", "a:", ":1", "a:0", "a:65536", "https://a:1", "a:b"])

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from furlong.core.context import Exchange
+from furlong.core.layout import PayloadError
 from furlong.core.payload import (
-    PayloadError,
     Weights,
     flatten,
     is_buffer,

@@ -134,15 +134,26 @@ def test_states_are_files_and_only_saved_ones_outlive_their_successors(
     store = StateFolder(tmp_path)
     for client in (7, 3, 7):
         store.put(client, states[client % 4])
-    assert store.get(0) is None
-    assert there() == ["00003-000002.safetensors", "00007-000003.safetensors"]
+    assert "00007-000001.safetensors" in there()  # free to be written over
     saved = dict(store.items())
     assert list(saved) == [3, 7]
+    assert there() == ["00003-000002.safetensors", "00007-000003.safetensors"]
+    assert store.get(0) is None
     store.put(3, states[0])
     store.put(3, states[1])
-    assert bytes(store.get(3) or b"") == packed[1]
+    free = (tmp_path / "00003-000004.safetensors").stat().st_ino
+    assert bytes(store.get(3) or b"") == packed[1]  # it is asked: the free file waits for it
     assert saved[3].read_bytes() == packed[3]  # a checkpoint has it
-    assert there() == sorted([*(p.name for p in saved.values()), "00003-000005.safetensors"])
+    names = [".00003.draft", *(p.name for p in saved.values()), "00003-000005.safetensors"]
+    assert there() == sorted(names)
+    small = {"t": torch.zeros(3)}
+    store.put(3, small)
+    blob = store.blob(3)
+    assert blob is not None
+    assert blob.path is not None
+    assert blob.path.stat().st_ino == free
+    assert blob.path.read_bytes() == bytes(pack(small))  # nothing of what was there
+    store.put(3, states[0])
     store.close()
     assert there() == [p.name for p in saved.values()]
     monkeypatch.chdir(tmp_path)
@@ -167,11 +178,11 @@ def test_no_room_for_a_state_stops_the_run(
 ) -> None:
     """Going on without that client would silently give another result."""
 
-    def full(*_: int) -> None:
+    def full(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
     p = prepared("fedu")
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr("furlong.engines.states.write", full)
     with (
         InProcess(p.method, p.federation, p.setup, workers) as transport,
         pytest.raises(FurlongError, match=r"client 0 could not train, .*state cannot be .*resume"),

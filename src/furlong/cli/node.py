@@ -40,9 +40,8 @@ def node(
 ) -> None:
     """Take part in a federation with the images of this machine, until Ctrl-C.
 
-    Starts Flower's SuperNode, prints its command, and does its work in this program, with the
-    furlong that is installed here: no code comes from the server. Images, their names and their
-    labels stay; what leaves, ``--dry-run`` shows.
+    Answers with the furlong that is installed here: no code comes from the server. Images, their
+    names and their labels stay; what leaves, ``--dry-run`` shows.
 
     Parameters
     ----------
@@ -81,8 +80,8 @@ def node(
         Seconds to try again for when the server refuses this node: so long it holds the place of
         one that died, and a key may be registered late.
     stall
-        Seconds that a question may take to arrive whole; then the SuperNode is started again.
-        More for a link that is slower than 2 Mbit/s.
+        Seconds that a question may take to arrive whole; then it is given up. More for a link that
+        is slower than 2 Mbit/s.
     dry_run
         Read the images, show what would leave this site in a run of --agree, and end.
     expect_package
@@ -128,10 +127,10 @@ def node(
     if certs is None:
         warn(processes.INSECURE)
     processes.require_flower()
-    from furlong.deploy.supernode import keep_node
+    from furlong.deploy.membership import take_part
 
     try:
-        keep_node(site, superlink, certs, patience, stall)
+        take_part(site, superlink, certs, patience, stall)
     except KeyboardInterrupt:
         say("ended")
         sys.exit(130)

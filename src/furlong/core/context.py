@@ -288,6 +288,13 @@ class Context:
         module.requires_grad_(True)
         return module.train()
 
+    def on_device(self, weights: Weights) -> Weights:
+        """``weights`` where the networks are; on a CPU they are there."""
+        device = self.setup.device
+        if device.type == "cpu":
+            return weights
+        return {name: moved(tensor, device) for name, tensor in weights.items()}
+
     def optimiser(self, *modules: nn.Module) -> Optimiser:
         """An optimiser over the modules' parameters with this round's learning rate."""
         parameters = [p for module in modules for p in module.parameters()]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from furlong.core.context import Exchange
+from furlong.core.layout import packed_order
 from furlong.core.method import Report
 from furlong.core.outliers import Start
-from furlong.core.payload import Traffic, flatten, joined, packed_order, traffic
+from furlong.core.payload import Traffic, flatten, joined, traffic
 
 _METRIC = re.compile(r"[A-Za-z0-9_./-]{1,64}")
 
@@ -104,6 +105,14 @@ class Guard:
                 return f"{name} holds rows that are no unit vectors"
         return None
 
+    def _harmless(self, tensor: Tensor) -> bool:
+        """Whether no number is too large or none: quick, and in doubt not."""
+        if tensor.dtype != torch.float32:
+            return self._values("", tensor) is None
+        flat = tensor.detach().flatten()
+        # each number's square is at most the sum, which is NaN or infinite if one of them is
+        return float(torch.dot(flat, flat)) < self.max_value**2 / 2
+
     def _values(self, name: str, tensor: Tensor) -> str | None:
         if not tensor.numel():
             return None
@@ -132,11 +141,14 @@ class Guard:
                 return f"{name} has shape {tuple(tensor.shape)}, not {tuple(want[name].shape)}"
             if tensor.dtype != want[name].dtype:
                 return f"{name} has dtype {tensor.dtype}, not {want[name].dtype}"
-        variances = [(n, got[n]) for n in expected.variances]
-        together = [("", piece) for piece in joined(got[name] for name in expected.order)]
-        if any(self._values(*each) for each in together + variances):
+        pieces = joined(got[name] for name in expected.order)
+        variances = [got[name].flatten() for name in expected.variances]
+        negative = bool(variances) and bool((torch.cat(variances) < 0).any())
+        if negative or not all(map(self._harmless, pieces)):
             reasons = (self._values(name, tensor) for name, tensor in got.items())
-            return next(reason for reason in reasons if reason)
+            reason = next((reason for reason in reasons if reason), None)
+            if reason is not None:
+                return reason
         return _differs(got_tree, expected.tree)
 
 

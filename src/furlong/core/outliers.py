@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from furlong.core.payload import Weights, flatten, joined, packed_order, parts
+from furlong.core.layout import packed_order
+from furlong.core.payload import Weights, flatten, joined, parts
 
 USUAL = 5.0  # c across machines
 FEWEST = 3  # answers: of two, who is to say which is the bad one?
@@ -58,11 +59,12 @@ class Start:
             start = end
         del places["params"]  # all the rest
         self._places = {kind: torch.cat(each) for kind, each in places.items() if each}
-        self._whole = self._lengths(self._own.clone())
+        self._moved = self._own.clone()  # room for the update of one client after the other
+        self._whole = self._lengths(self._moved)
 
     def size(self, upload: Any, images: int) -> Size:
         """The size of ``upload``, which has the tensors of the server's value."""
-        moved = self._all(flatten(upload)[0]) - self._own
+        moved = torch.sub(self._all(flatten(upload)[0]), self._own, out=self._moved)
         return Size(images, self._lengths(moved), self._whole)
 
     def _all(self, tensors: Weights) -> torch.Tensor:

@@ -13,13 +13,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import groupby
-from typing import Any, TypeVar, dataclass_transform, overload
+from typing import IO, Any, TypeVar, dataclass_transform, overload
 
 import torch
 from torch import Tensor
 
-from furlong.errors import FurlongError
+from furlong.core.layout import PayloadError, header, layout, packed_order, read_header
 
 Weights = dict[str, Tensor]
 """A module's state by parameter and buffer name; values, never modules."""
@@ -27,23 +26,6 @@ Weights = dict[str, Tensor]
 T = TypeVar("T")
 _REGISTRY: dict[str, type] = {}
 _MAX_HEADER = 100_000_000
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-
-
-class PayloadError(FurlongError):
-    """Bytes that are not a payload, or not one that this program knows."""
 
 
 @overload
@@ -174,20 +156,11 @@ def split_weights(value: T, leave_out: Callable[[str], bool]) -> tuple[T, dict[s
 # ---------------------------------------------------------------- tensors in one piece of memory
 
 
-def packed_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names in the order of :func:`pack`: wide types first, so that every tensor is aligned."""
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-
-
 def room_for(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """New tensors on the CPU of the same names, types and shapes, that :func:`joined` joins."""
     room: dict[str, Tensor] = {}
-    for dtype, run in groupby(packed_order(tensors), lambda name: tensors[name].dtype):
-        names = list(run)
-        sizes = [tensors[name].numel() for name in names]
-        parts = torch.split(torch.empty(sum(sizes), dtype=dtype), sizes)
-        for name, part in zip(names, parts, strict=True):
-            room[name] = part.view(tensors[name].shape)
+    for run in layout(tensors).runs:
+        room |= run.views(torch.empty(sum(run.sizes), dtype=run.dtype))
     return {name: room[name] for name in tensors}
 
 
@@ -245,32 +218,28 @@ def pack_tensors(
     allocate: Callable[[int], Any] = bytearray,
 ) -> Any:
     """A safetensors file in memory."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _CODES:
-            raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}, which has no wire format")
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    order, offset = packed_order(tensors), 0
-    for name in order:
-        tensor = tensors[name]
-        header[name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    buffer = allocate(start + offset)
-    view = memoryview(buffer)
-    view[:8] = len(text).to_bytes(8, "little")
-    view[8:start] = text
-    at = start
-    for piece in joined(tensors[name] for name in order):
+    start, pieces = header(tensors, metadata), _in_order(tensors)
+    buffer = allocate(len(start) + sum(piece.nbytes for piece in pieces))
+    memoryview(buffer)[: len(start)] = start
+    at = len(start)
+    for piece in pieces:
         place = torch.frombuffer(buffer, dtype=piece.dtype, count=piece.numel(), offset=at)
-        place.view(piece.shape).copy_(piece.detach())
+        place.view(piece.shape).copy_(piece)
         at += piece.nbytes
     return buffer
+
+
+def write(value: Any, file: IO[bytes]) -> None:
+    """Write what :func:`pack` makes of ``value``, without making it in memory first."""
+    tensors, tree = flatten(value)
+    file.write(header(tensors, {"furlong": json.dumps(tree)}))
+    for piece in _in_order(tensors):
+        file.write(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _in_order(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """What follows the header."""
+    return [piece.detach() for piece in joined(tensors[name] for name in packed_order(tensors))]
 
 
 def unpack(buffer: Any) -> Any:
@@ -293,49 +262,18 @@ def unpack_tensors(buffer: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise PayloadError(f"not a safetensors buffer: {len(view)} bytes, header cut off")
     if length > _MAX_HEADER:
         raise PayloadError(f"a header of {length} bytes is refused (limit {_MAX_HEADER})")
-    try:
-        header = json.loads(bytes(view[8 : 8 + length]))
-        metadata = header.pop("__metadata__", {})
-        entries = {name: _entry(entry) for name, entry in header.items()}
-        metadata = {str(k): str(v) for k, v in metadata.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise PayloadError(f"a broken safetensors header: {str(error)[:200]}") from None
     start, room = 8 + length, len(view) - 8 - length
+    metadata, places = read_header(bytes(view[8:start]), room)
     if view.readonly:  # torch has no read-only tensors, and would warn
         buffer, start = bytearray(view[start:]), 0
-    covered = 0
-    placed = sorted(entries.items(), key=lambda entry: entry[1][2:])
-    for name, (dtype, shape, begin, end) in placed:
-        count = math.prod(shape)
-        if begin != covered or end - begin != count * dtype.itemsize or end > room:
-            raise PayloadError(f"tensor {name!r} does not fit its place in the buffer")
-        covered = end
-        if not count and max(shape) >= 2**31:
-            raise PayloadError(f"tensor {name!r} is empty and yet has shape {shape}")
-    if covered != room:
-        raise PayloadError(f"{room - covered} bytes behind the last tensor")
     tensors: dict[str, Tensor] = {}
-    for dtype, together in groupby(placed, lambda entry: entry[1][0]):
-        run = list(together)
-        begin, end = run[0][1][2], run[-1][1][3]
-        count = (end - begin) // dtype.itemsize
-        flat = torch.empty(0, dtype=dtype)
+    for run in places.runs:
+        count, flat = sum(run.sizes), torch.empty(0, dtype=run.dtype)
         if count:
-            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + begin)
-        sizes = [(end - begin) // dtype.itemsize for _, (_, _, begin, end) in run]
-        for (name, (_, shape, _, _)), part in zip(run, torch.split(flat, sizes), strict=True):
-            tensors[name] = part.view(shape)
+            at = start + run.begin
+            flat = torch.frombuffer(buffer, dtype=run.dtype, count=count, offset=at)
+        tensors |= run.views(flat)
     return tensors, metadata
-
-
-def _entry(entry: dict[str, Any]) -> tuple[torch.dtype, list[int], int, int]:
-    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-    whole = [*shape, begin, end]
-    if not all(type(n) is int and 0 <= n < 2**62 for n in whole):
-        raise ValueError(f"sizes {whole}")
-    if math.prod(max(1, n) for n in shape) >= 2**62:
-        raise ValueError(f"shape {shape}")
-    return dtype, shape, begin, end
 
 
 # ---------------------------------------------------------------- what it costs to send

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from furlong.core.layout import packed_order
 from furlong.core.payload import (
     Weights,
     flatten,
     is_buffer,
     joined,
     joined_alike,
-    packed_order,
     rebuild,
     room_for,
 )
@@ -99,8 +100,12 @@ def first_nonfinite(value: Any) -> str | None:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """One pass, nothing allocated: the float64 sum of finite float32 values is finite."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
+    """One pass, nothing allocated: NaN and infinity go through a sum.
+
+    A sum of finite numbers may also overflow, but not that of float32 numbers in float64.
+    """
+    sums = (tensor.sum(dtype=dtype).item() for dtype in (tensor.dtype, torch.float64))
+    return any(map(math.isfinite, sums))
 
 
 DIVERGENCES = {"mean_conv_l2": mean_conv_l2, "sq_l2": sq_l2}
@@ -119,6 +124,7 @@ class Mean(Generic[P]):
         self.total = 0.0
         self._sums: dict[str, Tensor] = {}
         self._floating: list[str] = []  # the names of what is averaged, as they are packed
+        self._counts: list[str] = []  # the names of the rest
         self._dtypes: dict[str, torch.dtype] = {}
         self._tree: Any = None
 
@@ -136,7 +142,7 @@ class Mean(Generic[P]):
             sums, averaged = joined_alike(sums, averaged)
             for total, each in zip(sums, averaged, strict=True):
                 total.add_(each, alpha=weight)
-            for name in tensors.keys() - set(self._floating):
+            for name in self._counts:
                 torch.maximum(self._sums[name], tensors[name], out=self._sums[name])
 
     def _start(self, tensors: Weights, tree: Any) -> None:
@@ -144,6 +150,7 @@ class Mean(Generic[P]):
         self._tree, self._dtypes = tree, {name: t.dtype for name, t in tensors.items()}
         order = packed_order(tensors)
         self._floating = [name for name in order if tensors[name].is_floating_point()]
+        self._counts = [name for name in order if not tensors[name].is_floating_point()]
         sizes = [tensors[name].numel() for name in self._floating]
         parts = torch.split(torch.zeros(sum(sizes), dtype=torch.float64), sizes)
         sums = {n: p.view(tensors[n].shape) for n, p in zip(self._floating, parts, strict=True)}

@@ -4,13 +4,13 @@ Four ways in, one engine behind them (``engines.remote`` at the server, ``node``
 
 ``simulated``   clients in Ray actors of this machine, or of a Ray cluster.
 ``connected``   this process is the server of a run at a SuperLink (``furlong run --superlink``).
-``serve``       this process does the work of a SuperNode (``furlong node``). It asks the SuperNode
-                for tasks and answers them with the furlong that is installed here: what a server
-                sends along as app code is never unpacked, and torch and images are loaded once.
+``serve``       this process is a node of a SuperLink (``furlong node``). It answers with the
+                furlong that is installed here: what a server sends along as app code is never
+                fetched, and torch and images are loaded once.
 ``server_app``, ``client_app``  for plain Flower: ``flwr run`` with what ``furlong flower-app``
                 writes.
 
-Only this module and ``flower_private`` import Flower, whose API moves.
+Only this module, ``flower_private`` and ``flower_fleet`` import Flower, whose API moves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
@@ -35,9 +35,9 @@ import furlong
 from furlong.deploy.addresses import require_loopback, split_address
 from furlong.deploy.bundle import bundle
 from furlong.deploy.certs import node_keys
+from furlong.deploy.flower_fleet import Place
 from furlong.deploy.flower_private import (
     Connection,
-    do_tasks,
     explain,
     has_disconnected,
     server_of_new_run,
@@ -51,6 +51,7 @@ from furlong.errors import FurlongError
 from furlong.runs import config
 from furlong.runs.observers import Status
 
+PIECE = 12 << 20  # bytes of a body in one request; nginx takes 16 MB
 _HEADER, _BODY = "furlong", "body"
 _RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 logging.getLogger("flwr").setLevel(logging.WARNING)  # what matters, furlong says itself
@@ -60,11 +61,14 @@ logging.getLogger("flwr").setLevel(logging.WARNING)  # what matters, furlong say
 
 
 def _content(header: Mapping[str, Any], body: bytes) -> RecordDict:
-    """A header and a body as Flower carries them: bytes as they are, no second format."""
+    """A header and a body as Flower carries them: pieces of bytes as they are, no second format.
+
+    Each is an object by itself for Flower, with requests of its own, so there are few. Not in
+    arrays, which Flower cuts into smaller ones.
+    """
     content = RecordDict({_HEADER: ConfigRecord({"header": json.dumps(header)})})
-    if body:
-        array = Array(dtype="uint8", shape=(len(body),), stype="furlong", data=body)
-        content[_BODY] = ArrayRecord({_BODY: array})
+    for at in range(0, len(body), PIECE):
+        content[f"{_BODY}{at // PIECE}"] = ConfigRecord({_BODY: body[at : at + PIECE]})
     return content
 
 
@@ -74,9 +78,11 @@ def _read(content: RecordDict) -> tuple[dict[str, Any], bytes]:
         header = json.loads(str(content.config_records[_HEADER]["header"]))
     except (KeyError, ValueError, RecursionError):
         header = {}
-    arrays = content.array_records.get(_BODY)
-    body = arrays[_BODY].data if arrays and _BODY in arrays else b""
-    return header if isinstance(header, dict) else {}, body
+    pieces: list[bytes] = []
+    while (record := content.config_records.get(f"{_BODY}{len(pieces)}")) is not None:
+        piece = record.get(_BODY)
+        pieces.append(piece if isinstance(piece, bytes) else b"")
+    return header if isinstance(header, dict) else {}, b"".join(pieces)
 
 
 def _answered(site: Site, message: Message) -> Message:
@@ -163,9 +169,9 @@ def connected(superlink: str, certs: Path | None, insecure: bool) -> Iterator[Gr
         yield GridWire(grid, names, stopped)
 
 
-def serve(site: Site, supernode: Connection, alive: Callable[[], bool], stall: float) -> None:
-    """Do the tasks of a site's SuperNode, while ``alive()``; see :func:`do_tasks`."""
-    do_tasks(supernode, partial(_answered, site), alive, site.say, stall)
+def serve(site: Site, place: Place, stall: float) -> None:
+    """Answer the questions to a site; see :meth:`Place.answer_questions`."""
+    place.answer_questions(partial(_answered, site), site.say, stall)
 
 
 # ---------------------------------------------------------------- plain Flower

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-from flwr.app import Error, Message
+from flwr.app import Error
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.common.serde import context_from_proto, fab_to_proto, run_from_proto
@@ -35,6 +36,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -42,14 +44,14 @@ from flwr.supercore.interceptors import (
 )
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
-from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+from flwr.superlink.grid import HttpGrid, http_grid
 
-from furlong.errors import FurlongError, describe
+from furlong.errors import FurlongError
 
-CONNECTED = b"SuperNode ID"  # in the log of a SuperNode that has reached its SuperLink
-REFUSED = "305"  # the exit code in the log of a SuperNode that was not let in
 HEARTBEAT = 10.0  # seconds between two signs of life of a task
+HEARTBEAT_AGAIN = 3.0  # seconds until the next try after one that did not arrive
+# a message is announced before its parts are sent; Flower by itself looks again after 1, 2, 4 … s
+AGAIN: dict[str, Any] = {"initial_backoff": 0.1, "backoff_cap": 1.0}
 PATIENCE = 20.0  # seconds without a SuperLink until that is an error
 _RESUME = "A run that has begun goes on with 'furlong resume'."
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
@@ -119,6 +121,7 @@ class Connection:
 
     def grid(self, token: str) -> HttpGrid:
         """A Grid for the run that ``token`` belongs to; it gives up after a while."""
+        http_grid.pull_objects = partial(pull_objects, **AGAIN)  # type: ignore[attr-defined]
         grid = HttpGrid(runtime_api_address=self.address, token=token, **self._secured())
         grid._retry_invoker.max_time = PATIENCE
         grid._retry_invoker.should_giveup = _hopeless
@@ -150,23 +153,28 @@ def _in_words(connection: Connection) -> Iterator[None]:
 
 
 @contextmanager
-def _heartbeats(client: RuntimeHttpClient, stopped: threading.Event) -> Iterator[None]:
-    """Signs of life of a task; ``stopped`` is set if Flower says that it has been stopped."""
+def heartbeats(
+    beat: Callable[[], bool], seconds: float, stopped: threading.Event
+) -> Iterator[None]:
+    """Signs of life, ``seconds`` apart; ``stopped`` is set if ``beat()`` says that it is over."""
     over = threading.Event()
 
-    def beat() -> None:
-        while not over.wait(HEARTBEAT):
-            with suppress(httpx.HTTPError):
-                if not client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success:
+    def live() -> None:
+        pause = seconds
+        while not over.wait(pause):
+            pause = HEARTBEAT_AGAIN
+            with suppress(httpx.HTTPError, ValueError):  # no answer, or a proxy's page
+                if not beat():
                     stopped.set()
+                pause = seconds
 
-    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread = threading.Thread(target=live, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join(HEARTBEAT)
+        thread.join(seconds)
 
 
 # ---------------------------------------------------------------- the server of a run
@@ -184,7 +192,8 @@ def server_of_new_run(connection: Connection, app: str, stopped: threading.Event
         grid.set_run(run_from_proto(task.run))
         status, details = SubStatus.FAILED, "interrupted"
         try:
-            with _heartbeats(client, stopped):
+            beat = lambda: bool(client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success)  # noqa: E731
+            with heartbeats(beat, HEARTBEAT, stopped):
                 yield grid
             status, details = SubStatus.COMPLETED, ""
         except FurlongError as error:
@@ -219,87 +228,6 @@ def _server_task(connection: Connection, app: str) -> str:
         f"the SuperLink at {connection.address} runs ServerApps itself. Start it with 'furlong "
         "superlink' (isolation 'process'), or use 'flwr run' with what 'furlong flower-app' writes."
     )
-
-
-# ---------------------------------------------------------------- the work of a node
-
-
-class Stuck(FurlongError):
-    """A question that does not arrive whole: its SuperNode has to be started again."""
-
-
-def do_tasks(
-    connection: Connection,
-    answer: Callable[[Message], Message],
-    alive: Callable[[], bool],
-    say: Callable[[str], None],
-    stall: float,
-) -> None:
-    """Do the tasks of a SuperNode, one at a time, while ``alive()``.
-
-    Raises :class:`Stuck` if a question does not arrive whole within ``stall`` seconds.
-    """
-    wanted = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
-    with closing(connection.executor()) as executor:
-        while alive():
-            try:
-                got = executor.AcquireTask(wanted)
-                if got.HasField("task") and got.token:
-                    _do_task(connection, str(got.token), answer, stall)
-                    continue
-            except Stuck:
-                raise
-            except httpx.HTTPError:  # the SuperNode is ending, or the run has ended
-                time.sleep(0.5)
-            except Exception as error:  # a task that cannot be done must not end the node
-                say(f"a task failed: {describe(error)}")
-                time.sleep(0.5)
-            time.sleep(0.1)
-
-
-class _Bounded:
-    """A client from which a question must come within ``seconds``, and while it is of use.
-
-    A SuperNode whose SuperLink dies in the middle of a question never has all of it. Flower's own
-    function asks for the missing parts 500 times, every 10 s.
-    """
-
-    def __init__(self, client: RuntimeHttpClient, seconds: float) -> None:
-        self._client, self._until = client, time.monotonic() + seconds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def PullMessages(self, request: Any) -> Any:
-        """The question without its parts; it says how long it is of use."""
-        found = self._client.PullMessages(request)
-        # its length and not its end, which is by the clock of another machine
-        for message in found.messages_list:
-            self._until = min(self._until, time.monotonic() + message.metadata.ttl)
-        return found
-
-    def PullObject(self, request: Any) -> Any:
-        """A part of the question, if it has come."""
-        if time.monotonic() > self._until:
-            raise Stuck("a question did not arrive whole: the SuperLink may have been restarted")
-        return self._client.PullObject(request)
-
-
-def _do_task(
-    connection: Connection, token: str, answer: Callable[[Message], Message], stall: float
-) -> None:
-    """Pull a message, answer it, push the answer."""
-    version = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp")
-    status, details = SubStatus.FAILED, "the question could not be taken"
-    context = None
-    with closing(connection.client(version, RuntimeTokenHttpInterceptor(token))) as client:
-        try:
-            with _heartbeats(client, threading.Event()):
-                message, context, _, _ = pull_task_input(_Bounded(client, stall))  # type: ignore[arg-type]
-                push_message(client, answer(message), context)
-            status, details = SubStatus.COMPLETED, ""
-        finally:
-            push_task_output(client, context, status, details)
 
 
 # ---------------------------------------------------------------- the SuperLink's list of nodes

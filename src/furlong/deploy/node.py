@@ -24,9 +24,10 @@ import torch
 
 from furlong.core.context import Exchange
 from furlong.core.exchange import Failure, Kept
+from furlong.core.layout import PayloadError
 from furlong.core.method import Report
 from furlong.core.noise import KEY, arithmetic, forget_secret, secret_from, secret_in
-from furlong.core.payload import PayloadError, pack, pack_tensors, unpack, unpack_tensors
+from furlong.core.payload import pack, pack_tensors, unpack, unpack_tensors
 from furlong.core.privacy import LEDGER, Ledger
 from furlong.data import images as data
 from furlong.data.images import ImageSet

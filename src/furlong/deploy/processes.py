@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,10 +41,10 @@ _START = """
 import ctypes, os, sys
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
 if prctl is not None:
-    prctl(1, int(sys.argv[2]))  # PR_SET_PDEATHSIG
+    prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     if os.getppid() != int(sys.argv[1]):
         sys.exit(1)
-os.execvp(sys.argv[3], sys.argv[3:])
+os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -95,23 +95,19 @@ def running(
     command: Sequence[str],
     extra: Mapping[str, str],
     log: Path | None = None,
-    orphaned: signal.Signals = signal.SIGKILL,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A child process that ends with the block, and with this process, however it ends.
 
-    SIGTERM leaves the block too, with exit code 0. Output goes where ours goes, or is added to
-    ``log``. If we crash, the kernel sends ``orphaned``: SIGTERM for a SuperNode, which then says
-    goodbye; without that, the SuperLink refuses the same node for a minute. Call it from the main
-    thread: to the kernel, the end of the calling thread is ours.
+    SIGTERM leaves the block too. Output goes where ours goes, or is added to ``log``. Call it from
+    the main thread: to the kernel, the end of the calling thread is ours.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("FLWR_INTERNAL_")}
-    start = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), str(int(orphaned))]
+    start = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid())]
     output = None if log is None else log.open("ab")
-    before = signal.getsignal(signal.SIGTERM)
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main:
-        signal.signal(signal.SIGTERM, _leave)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(leaving())
+        if output is not None:
+            stack.callback(output.close)
         child = subprocess.Popen(
             [*start, *command],
             env=inherited | dict(extra),
@@ -121,15 +117,22 @@ def running(
             umask=0o077,
             start_new_session=True,  # Ctrl-C comes to us, and we end the child
         )
-        try:
-            yield child
-        finally:
-            _end(child)
+        stack.callback(_end, child)
+        yield child
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """SIGTERM leaves the block, with exit code 0."""
+    before = signal.getsignal(signal.SIGTERM)
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main:
+        signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
     finally:
         if in_main:
             signal.signal(signal.SIGTERM, before)
-        if output is not None:
-            output.close()
 
 
 def wait_healthy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,10 @@ LOOK_EVERY = 2.0  # seconds between looks at who may take part
 def superlink_command(
     certs: Path | None, state: Path, *, host: str = "127.0.0.1", port: int, exposed: bool = False
 ) -> list[str]:
-    """``flower-superlink`` with TLS and node authentication; without ``certs``, insecure."""
+    """``flower-superlink`` with TLS and node authentication; without ``certs``, insecure.
+
+    It is started by ``flower_store``, which keeps large objects in files; its options are Flower's.
+    """
     if certs is None:
         require_loopback(host)
     elif not is_loopback(host) and not exposed:
@@ -38,7 +42,8 @@ def superlink_command(
             "nginx.conf beside the certificates). If nginx is on another machine, and a firewall "
             "lets only that one in: --exposed."
         )
-    command = [processes.program("flower-superlink"), "--host", host, "--port", str(port)]
+    command = [sys.executable, "-m", "furlong.deploy.flower_store"]
+    command += ["--host", host, "--port", str(port)]
     command += ["--database", str(state.absolute() / "superlink.db"), "--isolation", "process"]
     command += ["--disable-runtime-dependency-installation"]
     if certs is None:

@@ -25,8 +25,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from furlong.core.layout import PayloadError
 from furlong.core.payload import (
-    PayloadError,
     Weights,
     flatten,
     is_buffer,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from furlong.core.context import ClientContext, Exchange, Networks, Setup
 from furlong.core.exchange import Engine, Failure, run_client
 from furlong.core.federation import Federation
+from furlong.core.layout import PayloadError
 from furlong.core.method import AnyMethod, Report
-from furlong.core.payload import PayloadError, unpack
+from furlong.core.payload import unpack
 from furlong.engines.blobs import Blob, Sheets
 from furlong.engines.pool import Answer, Pool, can_fork
 from furlong.engines.states import StateFolder, States
@@ -134,7 +135,7 @@ class InProcess(Engine):
         """A client's part, wherever it runs; its answer is packed, as it would travel."""
         try:
             with _keeping():
-                before = None if state is None else state.map()
+                before = None if state is None else state.read()
             slot = _OneState(before, partial(self._draft, client))
             shard = self.federation.shard(client, labels=self.method.needs_labels)
             ctx = ClientContext(

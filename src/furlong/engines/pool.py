@@ -24,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import mmap
 import os
 import selectors
 import signal
@@ -33,7 +34,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
 from multiprocessing import get_context
@@ -298,7 +299,8 @@ class _Worker:
             self.process.start()
         theirs.close()
         self._download: Blob | None = None  # what it was sent last
-        self._unread: list[int] = []  # its sheets that nobody can read any more
+        self._sheets: dict[int, mmap.mmap] = {}  # what it writes its reports on
+        self._unread: list[int] = []  # those of them that nobody can read any more
 
     def send(
         self,
@@ -334,9 +336,15 @@ class _Worker:
             return Failure(client, "lost", f"its worker process ended ({how})")
         if "failure" in message:
             return Failure(**message["failure"])
-        report = blobs[0]
-        report.unread = partial(self._give_back, message["sheet"])
-        return report, blobs[1] if len(blobs) > 1 else None
+        for number in message["new_sheets"]:
+            with closing(blobs.pop(0)) as blob:
+                self._sheets[number] = blob.shared()
+        for number in message["dropped_sheets"]:
+            self._sheets.pop(number, None)
+        sheet = message["sheet"]
+        unread = partial(self._give_back, sheet)
+        report = Blob(message["size"], memory=self._sheets[sheet], sheet=sheet, unread=unread)
+        return report, blobs[0] if blobs else None
 
     def _give_back(self, sheet: int) -> None:
         """Let the worker know, with its next clients."""
@@ -381,22 +389,28 @@ def _work(
         exchange = Exchange(**task["exchange"])
         for client, stateful in zip(task["clients"], task["stateful"], strict=True):
             state = blobs.pop(0) if stateful else None
-            _answer(server, run(download, exchange, client, state))
+            _answer(server, run(download, exchange, client, state), sheets)
             if state is not None:
                 state.close()
 
 
-def _answer(server: socket.socket, answer: Answer) -> None:
+def _answer(server: socket.socket, answer: Answer, sheets: Sheets) -> None:
     """Send what came of a client."""
     if isinstance(answer, Failure):
         _send(server, {"failure": asdict(answer)}, [])
         return
     report, state = answer
-    blobs = [report] if state is None else [report, state]
-    _send(server, {"sheet": report.sheet}, blobs)
+    new, dropped = sheets.news()
+    message = {
+        "sheet": report.sheet,
+        "size": report.size,
+        "new_sheets": list(new),
+        "dropped_sheets": dropped,
+    }
+    _send(server, message, [*new.values(), *([] if state is None else [state])])
     report.unread = None  # the parent says when
-    for blob in blobs:
-        blob.close()
+    if state is not None:
+        state.close()
 
 
 def _unpacked(blob: Blob) -> Any:

@@ -26,16 +26,17 @@ from typing import Any, Protocol
 import furlong
 from furlong.core.context import Exchange
 from furlong.core.exchange import Downloads, Engine, Failure
+from furlong.core.layout import PayloadError
 from furlong.core.method import Report
-from furlong.core.payload import PayloadError, pack, payload, unpack
+from furlong.core.payload import pack, payload, unpack
 from furlong.engines.codec import How, decode, encode
 from furlong.errors import FurlongError
 
 GREETING = 120.0  # seconds for answering a greeting; a node that is stuck misses it
 RETRY = 10.0  # seconds until a node that failed to answer a greeting is greeted again
-RETURN = 30.0  # seconds for a node that has disconnected to be back: Flower's tries are 20 s apart
+RETURN = 30.0  # seconds for a node that has disconnected to be back: it tries every few seconds
 LOOK = 1.0  # seconds between two looks whether it is
-PROTOCOL = 3  # of the messages; raised when they change
+PROTOCOL = 4  # of the messages; raised when they change
 DAY = 86_400.0
 HELD = 1 << 30  # bytes of answers that wait for those of clients before them
 _PAUSES = (0.02, 0.5)  # seconds between two looks for answers, at first and at last

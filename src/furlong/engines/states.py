@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import tempfile
@@ -11,11 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from furlong.core.payload import pack
+from furlong.core.payload import write
 from furlong.engines.blobs import Blob
 from furlong.files import link
+
+SPARE = 16  # as many files are kept to be written over
 
 
 class States(ABC):
@@ -37,9 +38,9 @@ class States(ABC):
         return Blob.of(state)
 
     def get(self, client: int) -> Any | None:
-        """The packed state (private memory), or ``None``."""
+        """The packed state, or ``None``."""
         blob = self.blob(client)
-        return None if blob is None else blob.map()
+        return None if blob is None else blob.read()
 
     def items(self) -> Iterable[tuple[int, Path]]:
         """For a checkpoint: the file of every client whose state has to be in it."""
@@ -56,9 +57,10 @@ class StateFolder(States):
     """The states of one machine's clients: a file for each, in one folder.
 
     A worker writes the file and the parent gives it its name, so that neither holds a state that
-    nobody works with. No file is ever changed: a checkpoint only refers to the files, and removes
-    those that none needs any more (``runs.checkpoint``). What no checkpoint has seen is removed
-    here, when it is replaced. Without a folder there is a temporary one.
+    nobody works with. No file that is in use is ever changed: a checkpoint only refers to the
+    files, and removes those that none needs any more (``runs.checkpoint``). What no checkpoint has
+    seen is free when it is replaced: a few such files are written over, which is much faster than
+    to make new ones, and the others are removed. Without a folder there is a temporary one.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -67,6 +69,7 @@ class StateFolder(States):
         self._temporary = None if folder else weakref.finalize(self, remove)
         self._now: dict[int, Path] = {}
         self._unsaved: set[Path] = set()
+        self._spare: list[Path] = []  # files that nobody needs
         names = (path.stem.rpartition("-")[2] for path in self.folder.glob("*-*.safetensors"))
         self._last = max((int(name) for name in names if name.isdecimal()), default=0)
 
@@ -74,20 +77,27 @@ class StateFolder(States):
         return self.folder / f".{client:05d}.draft"
 
     def blob(self, client: int) -> Blob | None:
-        """The client's state, if it has one."""
+        """The client's state, if it has one; a spare file waits where the next one is written."""
+        if self._spare:
+            self._spare.pop().rename(self._draft(client))
         path = self._now.get(client)
         return None if path is None else Blob(path.stat().st_size, path=path)
 
     def draft(self, client: int, state: Any) -> Blob:
-        """Pack the new state into a file; that of a client which is given up is used again."""
+        """Write the new state to a file; that of a client which is given up is used again.
+
+        It is not written through mapped memory: a full disk would kill the process there, unless
+        every block is asked for before, which takes the system ten times as long.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._draft(client)
-        with path.open("w+b") as file:
-            pack(state, partial(_room, file))
-        return Blob(path.stat().st_size, path=path)
+        with open(path, "wb", opener=_as_it_is) as file:
+            write(state, file)
+            size = file.truncate()
+        return Blob(size, path=path)
 
     def keep(self, client: int, blob: Blob) -> None:
-        """Give the file its name, and remove the one before, unless a checkpoint has it."""
+        """Give the file its name; nobody needs the one before, unless a checkpoint has it."""
         blob.close()
         self._last += 1
         path = self.folder / f"{client:05d}-{self._last:06d}.safetensors"
@@ -97,7 +107,13 @@ class StateFolder(States):
         self._now[client] = path
         if before in self._unsaved:
             self._unsaved.remove(before)
-            before.unlink()
+            self._spare.append(before)
+            if len(self._spare) > SPARE:
+                self._spare.pop(0).unlink()
+
+    def _remove_spare(self) -> None:
+        while self._spare:
+            self._spare.pop().unlink()
 
     def put(self, client: int, state: Any) -> None:
         """Pack and keep a state."""
@@ -106,6 +122,7 @@ class StateFolder(States):
     def items(self) -> Iterator[tuple[int, Path]]:
         """(client, file) of every client that has a state; the files are the checkpoint's now."""
         self._unsaved.clear()
+        self._remove_spare()
         return iter(sorted(self._now.items()))
 
     def restore(self, states: Mapping[int, Path]) -> None:
@@ -124,6 +141,7 @@ class StateFolder(States):
 
     def close(self) -> None:
         """Remove what no checkpoint has."""
+        self._remove_spare()
         for path in self._unsaved:
             path.unlink(missing_ok=True)
         self._unsaved.clear()
@@ -132,11 +150,6 @@ class StateFolder(States):
             self._temporary()
 
 
-def _room(file: IO[bytes], size: int) -> mmap.mmap:
-    """A new file's memory, of which the disk has every block: else a full one kills the process."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:  # macOS
-        file.write(bytes(size))
-        file.flush()
-    return mmap.mmap(file.fileno(), size)
+def _as_it_is(path: str, flags: int) -> int:
+    """Open a file without making it empty first."""
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)

@@ -104,7 +104,7 @@ class OneNetwork(OneModel[None]):
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
         """Replace the network by the global one and train it."""
         net = ctx.network("net", lambda: self.network(ctx), down.weights)
-        start = {name: p.detach().clone() for name, p in net.named_parameters()}
+        start = ctx.on_device(down.weights)
         optimiser = ctx.optimiser(net)
 
         def loss_of(batch: Batch) -> Tensor:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from furlong.core.payload import PayloadError, pack, unpack
+from furlong.core.layout import PayloadError
+from furlong.core.payload import pack, unpack
 from furlong.errors import FurlongError
 from furlong.files import sync
 from furlong.words import size

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from furlong.core.payload import PayloadError, Weights, unpack_tensors
+from furlong.core.layout import PayloadError
+from furlong.core.payload import Weights, unpack_tensors
 from furlong.core.weights import restore
 from furlong.data.augment import preset
 from furlong.errors import FurlongError
