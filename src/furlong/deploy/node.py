@@ -385,7 +385,8 @@ class Site:
             else:
                 values += [] if kept is None else [kept.stats, kept.moments]
                 key = secret_from(method.secret, "mark").hex()
-                made = key, arithmetic(party.setup.device), party.pixels
+                machine = arithmetic(party.setup.device)
+                made = key, machine, party.pixels
                 mark = _mark(header, settings, exchange, values, made)
                 if ledger.marks(exchange.index, client) - {mark}:
                     raise Refusal(
