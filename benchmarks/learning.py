@@ -40,6 +40,7 @@ SHORT: dict[str, dict[str, Options]] = {
             "rounds": 60,
         },
         "60 rounds": {"rounds": 60},
+        "off-diagonal 0.0051": {"method.off-diagonal": 0.0051},
         "off-diagonal 0.02": {"method.off-diagonal": 0.02},
         "off-diagonal 0.05": {"method.off-diagonal": 0.05},
         "head 512-512": {"method.projection-head": "mlp:512:512"},
@@ -96,7 +97,7 @@ def parts() -> dict[str, Part]:
                 {
                     f"{method}, {name}": {"method": method, **options}
                     for method, tries in SHORT.items()
-                    for name, options in {"usual": {}, **tries}.items()
+                    for name, options in tries.items()
                 },
                 seeds=(101,),
                 gains=True,

@@ -206,15 +206,16 @@ def table(name: str, part: Part, there: Kept) -> str:
     for row in part.rows:
         runs = list(there.get(row, {}).values())
         if not runs:
-            lines.append(cells(row, "not run", *[""] * (len(header) - 1)))
             continue
         rest = [spread([n["log"].get(key, NONE) for n in runs], 2) for key in logged]
         rest.append(spread([n["sent"] for n in runs]))
         rest.append(spread([n.get("processor", NONE) / 60 for n in runs]))
         lines.append(cells(row, *measured(runs, titles), *rest, str(len(runs))))
     wanted = [(row, part.against) for row in part.rows if part.against and row != part.against]
-    differences = [difference(there, *pair, titles) for pair in (*wanted, *part.pairs)]
-    return "\n".join([*lines, *([""] if differences else []), *differences])
+    behind = [difference(there, *pair, titles) for pair in (*wanted, *part.pairs)]
+    if missing := [row for row in part.rows if not there.get(row)]:
+        behind.append(f"- Not run: {'; '.join(missing)}.")
+    return "\n".join([*lines, *([""] if behind else []), *behind])
 
 
 def after(runs: list[dict[str, Any]], titles: Options) -> list[str]:

@@ -26,7 +26,8 @@ class FedBarlow(Projecting, OneNetwork):
     paper = "Zbontar et al. 2021 (Barlow Twins), averaged as in McMahan et al. 2017"
     leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
     usual = {**USUAL, "train.batch_size": 64}  # its loss is of a whole batch's statistics
-    usual_small = {"projection_head": "mlp:256:128"}
+    # the paper's λ is for 8192 dimensions; few have fewer correlations to be taken apart
+    usual_small = {"projection_head": "mlp:256:128", "off_diagonal": 0.02}
 
     off_diagonal: float = setting(0.0051, "The weight λ of the redundancy term.", at_least=0)
     projection_head: str = named_head("expander")  # 2048 wide; the paper's is 8192, for ImageNet
