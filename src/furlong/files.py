@@ -93,6 +93,18 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def waiting(folder: Path) -> Iterator[None]:
+    """Wait until no other thread or process does what is done under this lock of ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:  # closing is not enough: a process that was forked meanwhile has the file, too
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def write(path: Path, tensor: Tensor) -> None:
     """Store ``tensor`` (float32) so that the file is either whole or absent."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import dp_accounting
@@ -96,6 +97,15 @@ def test_delta_is_far_below_one_in_all() -> None:
     settings = PrivacySettings(level="record", noise=1.0)
     assert settings.delta_of(100) == 1e-5
     assert settings.delta_of(1_000_000) == pytest.approx(1e-7)
+
+
+@pytest.mark.parametrize("delta", [0.9, 0.01])
+def test_a_delta_that_lets_a_unit_be_published_is_refused(delta: float) -> None:
+    """Who publishes one of 100 images, drawn at random, is (0, 1/100)-differentially private."""
+    settings = PrivacySettings(level="record", epsilon=1.0, delta=delta)
+    with pytest.raises(FurlongError, match=r"protects nobody.*--privacy.delta 1e-05"):
+        settings.delta_of(100)
+    assert replace(settings, delta=0.009).delta_of(100) == 0.009
 
 
 # ---------------------------------------------------------------- the ledger

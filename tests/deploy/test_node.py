@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,8 @@ from PIL import Image
 from furlong.cli import main
 from furlong.core.context import Exchange
 from furlong.core.exchange import Kept
-from furlong.core.privacy import PrivacySettings
+from furlong.core.noise import KEY, secret_in
+from furlong.core.privacy import LEDGER, Ledger, PrivacySettings
 from furlong.deploy.agreement import Refusal, settings_of
 from furlong.deploy.disclosure import disclosure
 from furlong.deploy.node import OwnImages, Site, without_paths
@@ -258,6 +261,7 @@ def test_a_site_answers_once_under_a_budget(
     party, site = participate(settings, None, {}), Site(tmp_path, part=0)
     header = {"run": "ab" * 16}
     (tmp_path / "runs" / header["run"]).mkdir(parents=True)
+    secret_in(tmp_path / "spent" / header["run"])
     first, second, third = (Exchange(k, index=k) for k in range(3))  # there are to be two rounds
     patient = replace(settings, train=replace(settings.train, min_clients=1))
     down, other = {"weight": torch.zeros(2)}, {"weight": torch.ones(2)}
@@ -290,18 +294,106 @@ def test_a_site_answers_once_under_a_budget(
         patch.setattr(torch, "__version__", "9.9")
         with pytest.raises(Refusal, match="on another machine"):
             site._spend(header, settings, party, 0, first, mine, down)
-    with pytest.raises(Refusal, match="as another client"):
+    with pytest.raises(Refusal, match=r"as client 0 of this run\. As client 1"):
         site._spend(header, settings, party, 1, second, mine, down)
     plain = tiny("fedrot")
     with pytest.raises(Refusal, match="began with a privacy budget"):
         site._spend(header, plain, participate(plain, None, {}), 0, second, mine, down)
-    assert site._end(header, b"")[0] == {"ended": True}  # a server says so, and the account stays
-    with pytest.raises(Refusal, match="spend the privacy budget twice"):
-        site._spend(header, settings, party, 0, first, mine, other)
     less = tiny("fedrot", **PRIVATE, **{"privacy.epsilon": 2.0})
     with pytest.raises(FurlongError, match="used up"):
         site._spend(header, less, participate(less, None, {}), 0, second, mine, down)
     site._spend(header, settings, party, 0, second, mine, down)
+
+
+def test_an_accelerator_is_charged_for_every_answer(tmp_path: Path) -> None:
+    """Its answers to the same question differ, and so does their noise."""
+    settings = tiny("fedrot", **PRIVATE, **{"privacy.epsilon": 4.0})
+    party, header = participate(settings, None, {}), {"run": "ab" * 16}
+    first, down = Exchange(0, index=0), {"w": torch.zeros(2)}
+    place = tmp_path / "spent" / header["run"]
+    secret_in(place)
+    party = replace(party, setup=replace(party.setup, device=torch.device("cuda")))
+    for asked in (1, 2):
+        Site(tmp_path, part=0)._spend(header, settings, party, 0, first, None, down)
+        assert Ledger(place).rounds(0) == asked
+    with pytest.raises(FurlongError, match="budget is used up"):
+        Site(tmp_path, part=0)._spend(header, settings, party, 0, first, None, down)
+
+
+def test_the_secret_of_a_run_is_gone_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who gets the site's disk later cannot take the noise away; the account stays."""
+    settings, site = tiny("fedrot", **PRIVATE, **{"privacy.epsilon": 4.0}), Site(tmp_path, part=0)
+    header = {"run": "ab" * 16, "config": told(settings), "client": 0}
+    other = {**header, "run": "cd" * 16}
+    place, first, down = (
+        tmp_path / "spent" / header["run"],
+        Exchange(0, index=0),
+        {"w": torch.zeros(2)},
+    )
+    (tmp_path / "runs" / header["run"]).mkdir(parents=True)
+    party, _ = site._join(header, settings)
+    assert party.method.secret == (place / KEY).read_bytes()
+    assert site._join(other, settings)[0].method.secret != party.method.secret
+    assert not (tmp_path / KEY).exists()
+    again = Site(tmp_path, part=0)._join(header, settings)[0]  # a node that began anew
+    assert again.method.secret == party.method.secret
+    site._spend(header, settings, party, 0, first, None, down)
+    said: list[str] = []
+    site.say = said.append
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: os.stat("/nowhere"))
+        site._end(header, b"")
+    assert any("noise.key cannot be deleted" in text for text in said)
+    (tmp_path / "runs" / header["run"]).mkdir(parents=True)
+    assert site._end(header, b"")[0] == {"ended": True}
+    assert not (place / KEY).exists()
+    assert (place / LEDGER).exists()
+    with pytest.raises(Refusal, match="has ended here"):  # of a process that knows the secret
+        site._spend(header, settings, party, 0, first, None, down)
+    with pytest.raises(Refusal, match="has ended here"):
+        site._join(header, settings)
+
+
+def test_two_questions_at_once_do_not_spend_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On plain Flower several processes may answer for one site."""
+    settings = tiny("fedrot", **PRIVATE, **{"privacy.epsilon": 4.0})
+    party, header = participate(settings, None, {}), {"run": "ab" * 16}
+    first = Exchange(0, index=0)
+    secret_in(tmp_path / "spent" / header["run"])
+    marks = Ledger.marks
+
+    def slow(self: Ledger, exchange: int, client: int) -> set[str]:
+        found = marks(self, exchange, client)
+        time.sleep(0.3)
+        return found
+
+    monkeypatch.setattr(Ledger, "marks", slow)
+
+    def ask(value: float) -> bool:
+        down = {"w": torch.full((2,), value)}
+        try:
+            Site(tmp_path, part=0)._spend(header, settings, party, 0, first, None, down)
+        except Refusal:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(ask, (0.0, 1.0))) == [False, True]
+    assert Ledger(tmp_path / "spent" / header["run"]).rounds(0) == 1
+
+
+def test_clients_of_a_simulation_have_an_account_each(tmp_path: Path) -> None:
+    """They have one folder, as on Ray, and one secret."""
+    sites = [Site(tmp_path / "all", part=k, device="cpu", shared=True) for k in range(3)]
+    run = train(flower(tmp_path, "fedrot", **PRIVATE, **{"privacy.epsilon": 4.0}), Direct(sites))
+    assert run.summary["privacy"]["releases"] == 2
+    assert failures(tmp_path) == [[], []]
+    accounts = sorted((tmp_path / "all" / "spent").glob(f"*/*/{LEDGER}"))
+    assert [path.parent.name for path in accounts] == ["0", "1", "2"]
 
 
 def test_a_server_cannot_make_shares_of_noise_smaller() -> None:
@@ -326,4 +418,5 @@ def test_a_budget_across_machines_gives_the_same_bits(tmp_path: Path) -> None:
     given = {**PRIVATE, "privacy.noise": 1.0, "privacy.noise_from": "seed"}
     run = train(flower(tmp_path, "fedrot", **given), wire=Direct(parts(tmp_path)))
     assert weights(run) == in_process(tmp_path, "fedrot", **given)
-    assert (tmp_path / "node0" / "noise.key").exists()
+    assert next(tmp_path.glob(f"node0/spent/*/{LEDGER}"))
+    assert not list(tmp_path.glob(f"node0/**/{KEY}"))

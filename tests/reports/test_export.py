@@ -382,8 +382,23 @@ def test_the_card_has_the_budget(run: Path, tmp_path: Path) -> None:
     for words in says:
         assert words in card
     assert "no formal privacy guarantee" not in card
-    page = build(copy).read_text()
-    assert "ε = 7.91 and δ = 1e-05" in page
+    page = " ".join(build(copy).read_text().split())
+    for text in (card, page):
+        for words in (
+            "ε = 7.91 and δ = 1e-05",
+            "Weights that were trained with noise",
+            "if it is replaced by another, ε is up to twice as large",
+            "settings that were chosen by their results",
+            "rounding of floating-point numbers",
+            "if clients were sites that agreed to this budget",
+        ):
+            assert words in text
+    spent = {**SPENT, "level": "client", "noise_at": "server"}
+    (copy / "summary.json").write_text(json.dumps(summary | {"privacy": spent}))
+    card = " ".join(export(copy, "safetensors", force=True).card.read_text().split())
+    for text in (card, " ".join(build(copy).read_text().split())):
+        assert "cut to the length 1, without noise, which the server added" in text
+        assert "trained with noise" not in text
 
 
 @pytest.mark.parametrize(
@@ -401,6 +416,15 @@ def test_the_budget_says_whether_it_holds_against_the_server(
     says = budget({**spent, "releases": 1}, secured)
     assert says[-1].startswith(words)
     assert "in more than 1 round." in says[1]
+    assert ("if no two of them tell each other theirs" in says[-1]) == (noise_at == "clients")
+    assert ("at most one client" in says[-1]) == secured
+
+
+def test_the_budget_does_not_cover_what_a_run_started_from() -> None:
+    assert "this encoder too" in budget(SPENT, False)[2]
+    says = budget(SPENT, False, "runs/other")[2]
+    assert "not what runs/other had learnt, from which it started" in says
+    assert "this encoder too" not in says
 
 
 def test_what_is_absent_is_said_to_be_absent(run: Path, tmp_path: Path) -> None:

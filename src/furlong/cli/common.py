@@ -134,7 +134,7 @@ def print_run(finished: Run) -> None:
     """Results, effort and places of a run."""
     from furlong.reports import measures
     from furlong.reports.formats import RANK, voters
-    from furlong.reports.parts import budget, trouble
+    from furlong.reports.parts import budget, initial, trouble
     from furlong.runs.record import RunRecord
 
     summary, record = finished.summary, RunRecord(finished.folder)
@@ -157,7 +157,7 @@ def print_run(finished: Run) -> None:
         + (f", {plural(summary['failures'], 'failed answer')}" if summary["failures"] else "")
     )
     if summary.get("privacy"):
-        for sentence in budget(summary["privacy"], record.secured):
+        for sentence in budget(summary["privacy"], record.secured, initial(record.settings)):
             console.print(sentence, markup=False)
     paths = f"run folder: {finished.folder}    report: {finished.folder / 'report.html'}"
     console.print(paths, soft_wrap=True)

@@ -12,6 +12,8 @@ import hashlib
 import math
 import os
 import secrets
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from furlong.files import sync
 
 KEY = "noise.key"
 _BYTES = 32
+_LEFT = f"Delete it: whoever has {KEY} and what clients sent can take the noise away."
 
 
 def secret_in(folder: Path, begun: bool = False) -> bytes:
@@ -52,6 +55,22 @@ def secret_in(folder: Path, begun: bool = False) -> bytes:
     return secret
 
 
+def forget(folder: Path, say: Callable[[str], None]) -> None:
+    """Delete ``folder`` if it is there, and with it the secret; what stays is said."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        say(f"warning: {folder} cannot be deleted. {_LEFT}")
+
+
+def forget_secret(folder: Path, say: Callable[[str], None]) -> None:
+    """Delete the secret of ``folder``, if it has one, and nothing else."""
+    path = folder / KEY
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        say(f"warning: {path} cannot be deleted ({error.strerror}). {_LEFT}")
+
+
 def secret_from(*parts: object) -> bytes:
     """A secret that depends on ``parts``, of which one should be secret."""
     return hashlib.sha256(repr(parts).encode()).digest()
@@ -64,6 +83,11 @@ def digest(value: Any) -> str:
         found.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def repeatable(device: torch.device) -> bool:
+    """Whether ``device`` gives the same bits again for the same work; an accelerator need not."""
+    return device.type == "cpu"
 
 
 def arithmetic(device: torch.device) -> str:

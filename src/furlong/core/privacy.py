@@ -48,8 +48,8 @@ class PrivacySettings:
     )
     delta: float | None = setting(
         None,
-        "The δ of (ε, δ); none: a tenth of 1/units and at most 0.00001, where units are all "
-        "clients or all images.",
+        "The δ of (ε, δ), below 1/units; none: a tenth of that and at most 0.00001, where units "
+        "are all clients or all images.",
         above=0,
         below=1,
     )
@@ -110,8 +110,17 @@ class PrivacySettings:
             )
 
     def delta_of(self, units: int) -> float:
-        """δ where ``units`` are protected."""
-        return min(1e-5, 0.1 / units) if self.delta is None else self.delta
+        """δ where ``units`` are protected; one that would allow to publish a unit is refused."""
+        if self.delta is None:
+            return min(1e-5, 0.1 / units)
+        if self.delta * units >= 1:
+            raise FurlongError(
+                f"privacy.delta = {self.delta:g} protects nobody: who publishes one of the "
+                f"{plural(units, 'unit')} (images or clients), drawn at random, keeps within it at "
+                f"ε = 0. It must be below 1/{units}, and should be far below: give "
+                f"--privacy.delta {min(1e-5, 0.1 / units):.2g}, or leave it out."
+            )
+        return self.delta
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,8 @@ def _site(name: Any, data: Any, folder: Any) -> Site:
     own = None if data is None else OwnImages(str(data))
     known = None if name is None else str(name)
     # a simulation's clients are this very program: it may name its own files and folders
-    return Site(Path(str(place)), own, name=known, code=state is not None)
+    here = state is not None
+    return Site(Path(str(place)), own, name=known, code=here, shared=here)
 
 
 @server_app.main()

@@ -26,9 +26,9 @@ from furlong.core.context import Exchange
 from furlong.core.exchange import Failure, Kept
 from furlong.core.layout import PayloadError
 from furlong.core.method import Report
-from furlong.core.noise import KEY, arithmetic, secret_from, secret_in
+from furlong.core.noise import KEY, arithmetic, forget_secret, secret_from, secret_in
 from furlong.core.payload import pack, pack_tensors, unpack, unpack_tensors
-from furlong.core.privacy import Ledger
+from furlong.core.privacy import LEDGER, Ledger
 from furlong.data import images as data
 from furlong.data.images import ImageSet
 from furlong.data.reading import Reading
@@ -38,7 +38,7 @@ from furlong.engines.codec import How, decode, encode
 from furlong.engines.inprocess import InProcess
 from furlong.engines.pool import can_fork
 from furlong.errors import FurlongError, describe
-from furlong.files import write_atomically
+from furlong.files import waiting, write_atomically
 from furlong.methods.wrappers.private import budgeted, charged
 from furlong.runs.config import Config, all_facts
 from furlong.runs.datasets import skipped
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _PATH = re.compile(r"'[^'\n]*/[^'\n]*'|\"[^\"\n]*/[^\"\n]*\"|[^\s'\"(]*/[^\s'\")]*")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_ENDED = f"this run has ended here, or its {KEY} is lost: this site does no more work of it"
 Answer = tuple[dict[str, Any], bytes]
 
 
@@ -95,6 +96,7 @@ class Site:
     device: str = "auto"
     isolate: bool = False  # train in a process of its own
     identity: Path | None = None  # where the site's signing key is, for sums under masks
+    shared: bool = False  # a simulation: all clients of a run have the same folder
     say: Callable[[str], None] = lambda _: None
     _loaded: tuple[tuple[int, Reading], ImageSet] | None = field(default=None, repr=False)
     _joined: tuple[str, Participant, InProcess] | None = field(default=None, repr=False)
@@ -237,6 +239,7 @@ class Site:
 
     def _end(self, header: Mapping[str, Any], body: bytes) -> Answer:
         run = self._run(header)
+        forget_secret(self._spent(header), self.say)
         if not run.is_dir():
             raise Refusal("this node took no part in that run")
         self.close()
@@ -265,6 +268,18 @@ class Site:
 
     def _run(self, header: Mapping[str, Any]) -> Path:
         return self.folder / "runs" / str(header["run"])
+
+    def _spent(self, header: Mapping[str, Any]) -> Path:
+        """Where the run's secret and account are: not in its folder, which a server may delete."""
+        return self.folder / "spent" / str(header["run"])
+
+    def _secret(self, header: Mapping[str, Any]) -> bytes:
+        """What noise is made from: of this site, another one for every run, gone when it ends."""
+        place = self._spent(header)
+        with waiting(place):
+            if not (place / KEY).exists() and next(place.rglob(LEDGER), None) is not None:
+                raise Refusal(_ENDED)
+            return secret_in(place)
 
     def _make_room(self, header: Mapping[str, Any]) -> None:
         """A server that begins runs and never ends them must not fill the disk with states."""
@@ -309,9 +324,7 @@ class Site:
             sizes = {int(k): int(n) for k, n in (header.get("sizes") or {}).items()}
             own = None if self.own is None else self._images(settings)
             given = {} if fixed is None else unpack_tensors(bytearray(fixed.read_bytes()))[0]
-            secret = None
-            if settings.privacy.level != "none":  # of this site, and another for every run
-                secret = secret_from(secret_in(self.folder), header["run"])
+            secret = None if settings.privacy.level == "none" else self._secret(header)
             me = int(header.get("client", -1))
             party = participate(settings, own, sizes, me, given, secret)
             engine = InProcess(
@@ -339,12 +352,12 @@ class Site:
 
         An answer that would be the same again is free, and another one to the same exchange is
         refused, as is an exchange that the run does not have. An answer that has noise of its own
-        every time is charged every time. The account is not in the run's folder, which a server
-        may have deleted.
+        every time is charged every time.
         """
-        method, ledger = budgeted(party.method), Ledger(self.folder / "spent" / header["run"])
+        method, place = budgeted(party.method), self._spent(header)
+        account = place / str(client) if self.shared else place
         if method is None:
-            if ledger.clients():
+            if Ledger(account).clients():
                 raise Refusal("this run began with a privacy budget, and now it has none")
             return
         every = party.method.plan(party.setup)
@@ -353,28 +366,36 @@ class Site:
             raise Refusal(
                 f"exchange {exchange.index + 1}, as it is asked for, is not one of this run's"
             )
-        if ledger.clients() - {client}:  # or one site would be given the budgets of several
-            raise Refusal(f"this site has answered as another client of this run than {client}")
         asks = charged(party.method, exchange, None if kept is None else kept.state, down)
-        if asks is None:
-            return
-        exchange, *values = asks
-        if not method.repeats:  # there is new noise in every answer
-            mark = token_hex()
-            method.require_budget(ledger, party.setup, exchange, [client], mark)
-        else:
-            values += [] if kept is None else [kept.stats, kept.moments]
-            key, machine = secret_from(method.secret, "mark").hex(), arithmetic(party.setup.device)
-            made = key, machine, party.pixels
-            mark = _mark(header, settings, exchange, values, made)
-            if ledger.marks(exchange.index, client) - {mark}:
+        with waiting(place):  # another process may be asked at the same time
+            if not (place / KEY).exists():
+                raise Refusal(_ENDED)
+            ledger = Ledger(account)
+            if others := ledger.clients() - {client}:
                 raise Refusal(
-                    f"exchange {exchange.index + 1} was answered already, for other weights or "
-                    f"settings, with another {KEY}, on another machine or from other images: "
-                    "another answer would spend the privacy budget twice"
+                    f"this site has answered as client {min(others)} of this run. As client "
+                    f"{client}, too, it would be given the budgets of several"
                 )
-            method.require_budget(ledger, party.setup, exchange, [client])
-        ledger.add(exchange.index, [(client, mark, method.release(party.setup, client))])
+            if asks is None:
+                return
+            exchange, *values = asks
+            if not method.repeats(party.setup):  # there is new noise in every answer
+                mark = token_hex()
+                method.require_budget(ledger, party.setup, exchange, [client], mark)
+            else:
+                values += [] if kept is None else [kept.stats, kept.moments]
+                key = secret_from(method.secret, "mark").hex()
+                machine = arithmetic(party.setup.device)
+                made = key, machine, party.pixels
+                mark = _mark(header, settings, exchange, values, made)
+                if ledger.marks(exchange.index, client) - {mark}:
+                    raise Refusal(
+                        f"exchange {exchange.index + 1} was answered already, for other weights or "
+                        f"settings, with another {KEY}, on another machine or from other images: "
+                        "another answer would spend the privacy budget twice"
+                    )
+                method.require_budget(ledger, party.setup, exchange, [client])
+            ledger.add(exchange.index, [(client, mark, method.release(party.setup, client))])
 
     def _go_back(
         self, store: StateFiles, header: Mapping[str, Any], client: int, exchange: Exchange

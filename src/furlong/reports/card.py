@@ -13,10 +13,10 @@ from furlong.errors import FurlongError
 from furlong.methods import METHODS
 from furlong.reports import measures
 from furlong.reports.page import ENCODERS
-from furlong.reports.parts import budget, traffic
+from furlong.reports.parts import budget, initial, leaves, traffic
 from furlong.reports.rendering import render
 from furlong.reports.tables import by_encoder
-from furlong.runs.config import RANDOM, short
+from furlong.runs.config import short
 from furlong.runs.cost import sent_by, without_data
 from furlong.runs.record import Result, RunRecord, Split, Summary, parse
 from furlong.words import percent
@@ -30,7 +30,7 @@ def write(
     load: str,
 ) -> str:  # fmt: skip
     """The card's text for the file ``name``, which holds ``data`` in the format ``to``."""
-    federated = run.sends
+    federated, spent, began = run.sends, run.finished.privacy, initial(run.settings)
     contents = {
         "name": name,
         "to": to,
@@ -42,7 +42,7 @@ def write(
         "method": METHODS.get(about["method"]),
         "settings": run.settings,
         "secured": run.secured,
-        "initial": _initial(run.settings.get("model", {})),
+        "initial": began,
         "summary": run.finished,
         "split": run.split,
         "labelled": run.split is not None and run.split.class_counts is not None,
@@ -52,7 +52,8 @@ def write(
         "columns": by_encoder(run.finished.results)[0],
         "results": list(_results(run.finished)),
         "beside": measures.of_run(run.finished.results)[:1],  # not by site: no names of clients
-        "budget": budget(run.finished.privacy, run.secured) if run.finished.privacy else None,
+        "budget": budget(spent, run.secured, began) if spent else None,
+        "under_budget": leaves(spent) if spent else None,
         "since": list(_since(run.evaluations)),
         "traffic": traffic(run.lines()) if federated else None,
         "fields": _fields(run, about) if federated else None,
@@ -65,12 +66,6 @@ def _rule(server: Mapping[str, Any]) -> str:
     usual = asdict(ServerSettings())
     changed = [f"{k} {v}" for k, v in server.items() if k != "rule" and v != usual.get(k)]
     return str(server.get("rule", "")) + (f" ({', '.join(changed)})" if changed else "")
-
-
-def _initial(model: Mapping[str, Any]) -> str:
-    """Where the weights came from that training started from, without the path; else empty."""
-    source = str(model.get("init") or "")
-    return "" if source == RANDOM else short(source)
 
 
 def _sizes(split: Split | None) -> str:

@@ -65,6 +65,7 @@ def build(
     record = MeasuredRun.open(run)
     lines = record.lines()
     place, settings = Path(short(str(run))), _shown(record.settings)
+    spent = record.summary.privacy if record.summary else None
     contents: dict[str, Any] = {
         "run": record,
         "config": settings,
@@ -89,9 +90,10 @@ def build(
         "method": METHODS.get(record.method),
         "traffic": parts.traffic(lines) if record.sends else None,
         "failures": parts.failures(lines),
-        "budget": parts.budget(record.summary.privacy, record.secured)
-        if record.summary and record.summary.privacy
+        "budget": parts.budget(spent, record.secured, parts.initial(record.settings))
+        if spent
         else None,
+        "under_budget": parts.leaves(spent) if spent else None,
         "pictures": pictures,
     }
     write_file(run / "report.html", render("report.html.jinja", contents).encode())

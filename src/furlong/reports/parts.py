@@ -13,6 +13,7 @@ from furlong.evaluation.quality import diagnosis, in_words
 from furlong.methods import METHODS
 from furlong.reports import figures
 from furlong.reports.figures import Drawing
+from furlong.runs.config import RANDOM, short
 from furlong.runs.record import Line, Result, Split
 from furlong.words import plural
 
@@ -69,31 +70,64 @@ def explained(methods: Iterable[str], name: str) -> str:
     return next((words[name] for words in known if name in words), "As the method logs it.")
 
 
-def budget(spent: Mapping[str, Any], secured: bool) -> list[str]:
+def initial(settings: Mapping[str, Any]) -> str:
+    """Where the weights came from that training started from, without the path; else empty."""
+    source = str(settings.get("model", {}).get("init") or "")
+    return "" if source == RANDOM else short(source)
+
+
+def leaves(spent: Mapping[str, Any]) -> str:
+    """What a client sends under a privacy budget: the summary's ``privacy``."""
+    if spent["level"] == "record":
+        return (
+            "Weights that were trained with noise, under the privacy budget, and the client's "
+            "number of images; no training metrics."
+        )
+    noise = {
+        "server": "without noise, which the server added to their sum",
+        "clients": "with a share of the noise, which is enough in the sum only",
+    }[spent["noise_at"]]
+    return (
+        f"Weights whose change was cut to the length {spent['clip']:g}, {noise}; no training "
+        "metrics and no number of images."
+    )
+
+
+def budget(spent: Mapping[str, Any], secured: bool, began: str = "") -> list[str]:
     """What a run under a privacy budget guarantees, and what not: the summary's ``privacy``.
 
-    ``secured``: whether the server saw sums only.
+    ``secured``: whether the server saw sums only. ``began``: the weights that it started from.
     """
     low, high = (f"{noise:.3g}" for noise in spent["noise"])
-    how = {
-        "record": "Gradients of single images"
-        + (f" (groups of {spent['group']})" if spent["group"] > 1 else ""),
-        "client": "Updates of whole clients",
-    }[spent["level"]]
+    records = spent["level"] == "record"
+    groups = f" (groups of {spent['group']})" if spent["group"] > 1 else ""
+    how = f"Gradients of single images{groups}" if records else "Updates of whole clients"
+    kept = (
+        f", not what {began} had learnt, from which it started" if began else ", this encoder too"
+    )
     says = [
         f"(ε, δ)-differential privacy with ε = {spent['epsilon']:.3g} and δ = {spent['delta']:.2g} "
-        f"protects {spent['unit']}.",
+        f"protects {spent['unit']}. Compared are runs of which one lacks one "
+        f"{'image' if records else 'client'}; if it is replaced by another, ε is up to twice as "
+        "large, and δ more than that.",
         f"{how} were cut to the length {spent['clip']:g} and got Gaussian noise of "
         f"{low if low == high else f'{low} to {high}'} times that length, added at the "
         f"{spent['noise_at']}; of no client was anything released in more than "
         f"{plural(spent['releases'], 'round')}. The noise on a mean update was about "
         f"{spent['ratio']:.3g} times its longest possible length.",
-        "The budget covers the weights that clients sent and all that is made of them, this "
-        "encoder too. It does not cover who took part, how many images each client has, failures "
-        "and times, nor accuracies and figures that were measured on the clients' images.",
+        "The budget covers the weights that clients sent in this run and what is made of "
+        f"them{kept}. It covers nothing of other runs on the same images: settings that were "
+        "chosen by their results, weights to start from. Nor does it cover who took part, "
+        f"{'how many images each client has, ' if records else ''}failures and times, accuracies "
+        "and figures that were measured on the clients' images, or attacks on the rounding of "
+        "floating-point numbers.",
     ]
-    if spent["level"] == "record":
+    if records:
         says.append("Several images of one person are several records, and their ε adds up.")
+        says.append(
+            "It holds against the server, too, if clients were sites that agreed to this budget "
+            "(furlong node --agree); others take the server's word for it."
+        )
     else:
         says.append(_against_the_server(spent["noise_at"], secured))
     if spent["noise_from"] == "seed":
@@ -108,14 +142,19 @@ def _against_the_server(noise_at: str, secured: bool) -> str:
     """Whether a budget of clients holds against the server of the run, too."""
     if noise_at == "server":
         return "Not against the server, which saw the cut updates without noise."
+    shares = (
+        " Every client knows its own share of the noise: ε holds against the others if no two of "
+        "them tell each other theirs."
+    )
     if not secured:
         return (
             "Not against the server: without secure aggregation it saw single updates, each with "
-            "a share of the noise only."
+            f"a share of the noise only.{shares}"
         )
     return (
-        "Against the server, too, if it kept to the protocol of secure aggregation, which was on: "
-        "then it saw the sum of the updates and all shares of the noise, and no single one."
+        "Against the server, too, if it kept to the protocol of secure aggregation, which was on, "
+        "and colluded with at most one client: then it saw the sum of the updates and all shares "
+        f"of the noise, and no single one.{shares}"
     )
 
 

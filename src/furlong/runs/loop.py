@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from torch import nn
 
 import furlong
 from furlong.core.exchange import Engine
+from furlong.core.noise import forget
 from furlong.core.payload import Traffic, pack, pack_tensors
 from furlong.core.weights import snapshot
 from furlong.errors import FurlongError
@@ -124,7 +124,7 @@ def resume(
     with folder.locked():
         if folder.record.summary is not None:
             say(f"{path} has finished; nothing to do.")
-            shutil.rmtree(path / SERVER, ignore_errors=True)  # if it was killed just then
+            forget(path / SERVER, say)  # if it was killed just then
             return Run(path, folder.record.read("summary.json"))
         settings = config.with_out(folder.record.config(overrides), path)
         saved = checkpoint.load(path, say=say)
@@ -212,7 +212,7 @@ def _train(
     folder.write("summary.json", summary)
     board.finish(summary)
     if server.folder is not None:  # what clients sent, of use only to a run that goes on
-        shutil.rmtree(server.folder, ignore_errors=True)
+        forget(server.folder, say)
     return Run(folder.path, summary)
 
 

@@ -163,6 +163,12 @@ def check_privacy(settings: Config) -> None:
             "at single updates, which the budget does not cover, and the clip bounds them already. "
             "Leave it out."
         )
+    if settings.evaluate.angles:
+        raise FurlongError(
+            f"privacy.level = client with evaluate.angles = {settings.evaluate.angles}: it "
+            "measures the encoders of single clients and writes down what it finds, and no noise "
+            "covers that. Leave it out."
+        )
     if settings.data.name == SITES:
         raise FurlongError(
             "privacy.level = client with data = sites: every node tells how many images it holds, "

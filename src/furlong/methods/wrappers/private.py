@@ -74,15 +74,14 @@ class Private(Wrapping[Any]):
         """The inner method's, for everybody."""
         return server
 
-    @property
-    def repeats(self) -> bool:
+    @abstractmethod
+    def repeats(self, setup: Setup) -> bool:
         """Whether an exchange that is done again from the same values has the same result."""
-        return True
 
     def asked(self, server: Any, cohort: list[int], ctx: ServerContext) -> list[int]:
         """As the method says; stops before anybody is asked for what would exceed the budget."""
         clients = self.cohort_of(ctx.setup, ctx.exchange)
-        mark = None if self.repeats else token_hex()  # like that of no result there was
+        mark = None if self.repeats(ctx.setup) else token_hex()  # like that of no result there was
         self.require_budget(Ledger(ctx.workspace()), ctx.setup, ctx.exchange, clients, mark)
         return super().asked(server, cohort, ctx)
 

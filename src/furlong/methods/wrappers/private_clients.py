@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from furlong.core.context import ClientContext, ServerContext, Setup
+from furlong.core.exchange import expected_upload
 from furlong.core.method import Local, Report
 from furlong.core.noise import digest
 from furlong.core.payload import Weights, flatten, is_buffer, replace_tensors
@@ -64,8 +65,7 @@ class PrivateClients(Private):
         most = max(self.visits(setup).values())
         return Release(1.0, noise_for(self.privacy.epsilon, 1.0, most, self.delta(setup)), 1)
 
-    @property
-    def repeats(self) -> bool:
+    def repeats(self, setup: Setup) -> bool:  # noqa: ARG002
         """Not where clients draw new shares of the noise."""
         return self.privacy.noise_at == "server" or self.privacy.noise_from == "seed"
 
@@ -127,19 +127,22 @@ class PrivateClients(Private):
         if not asked:
             return self.inner.aggregate(server, reports, ctx)
         ledger, release = Ledger(ctx.workspace()), self.release(ctx.setup, asked[0])
-        total, base, last = Weights(), Weights(), None
+        base = flatten(self.inner.download(server, asked[0], ctx))[0]
+        sent = expected_upload(self.inner, server, asked[0], ctx)  # what the mean looks like
+        total, heard, by_server = Weights(), False, self.privacy.noise_at == "server"
         for report in reports:
-            base = base or flatten(self.inner.download(server, asked[0], ctx))[0]
             move = _moves(flatten(report.upload)[0], base)
             if report.examples != 1:  # the mean of so many, opened under masks
                 move = {name: m * report.examples for name, m in move.items()}
-            if self.privacy.noise_at == "server":  # a client may have cut less than it should
+            if by_server:  # a client may have cut less than it should
                 move = clipped(move, self.privacy.clip)
-            total = {name: total[name] + m for name, m in move.items()} if total else move
-            last = report
-        mark = "" if self.repeats else token_hex()
-        if last is not None:
-            if self.privacy.noise_at == "server":
+            total = {name: total[name] + m for name, m in move.items()} if heard else move
+            heard = True
+        mark, answers = "" if self.repeats(ctx.setup) else token_hex(), list[Report[Any]]()
+        if by_server and not heard:  # a model that stays as it is would tell that nobody answered
+            total = {n: torch.zeros_like(m) for n, m in _moves(flatten(sent)[0], base).items()}
+        if total:
+            if by_server:
                 stream = self._stream("sum", ctx.exchange.index, digest(total), release)
                 size = release.noise * self.privacy.clip
                 total = {name: m + size * stream.normal(m.shape) for name, m in total.items()}
@@ -148,14 +151,13 @@ class PrivateClients(Private):
                 for name, m in total.items()
             }
             mark = digest(mean)
-            if self.privacy.noise_at == "server":  # nobody has seen it yet
+            if by_server:  # nobody has seen it yet
                 self.require_budget(ledger, ctx.setup, ctx.exchange, asked, mark)
-            last = Report(
-                asked[0], last.exchange, 1, replace_tensors(last.upload, mean), dict[str, float]()
-            )
+            answer, index = replace_tensors(sent, mean), ctx.exchange.index
+            answers = [Report(asked[0], index, 1, answer, dict[str, float]())]
         ledger.add(ctx.exchange.index, ((client, mark, release) for client in asked))
         ctx.metrics["epsilon"] = ledger.epsilon(self.delta(ctx.setup))
-        return self.inner.aggregate(server, [] if last is None else [last], ctx)
+        return self.inner.aggregate(server, answers, ctx)
 
 
 def _moves(upload: Weights, base: Weights) -> Weights:

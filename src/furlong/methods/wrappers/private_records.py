@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from furlong.core.context import (
     Shard,
 )
 from furlong.core.method import Local, Report
-from furlong.core.noise import Noise, arithmetic, digest
+from furlong.core.noise import Noise, arithmetic, digest, repeatable
 from furlong.core.privacy import Ledger, PrivacySettings, Release, noise_for
 from furlong.errors import FurlongError
 from furlong.methods.wrappers.private import Forecast, Private, cut
@@ -45,7 +46,7 @@ from furlong.words import plural
 class PrivateRecords(Private):
     """Nobody, the server included, can tell from what a client sends whether it had an image."""
 
-    unit = "each single image of each client, from the server too"
+    unit = "each single image of each client"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +99,10 @@ class PrivateRecords(Private):
         count = steps * max(1, self.visits(setup)[client])
         return Release(q, noise_for(self.privacy.epsilon, q, count, self.delta(setup)), steps)
 
+    def repeats(self, setup: Setup) -> bool:
+        """Not on an accelerator, which may round otherwise: noise is new there every time."""
+        return self.privacy.noise_from == "seed" or repeatable(setup.device)
+
     def ratio(self, setup: Setup, cohort: list[int], parameters: int) -> float:
         """Of the mean of the clients' steps by images: √(Σ (w_k σ_k √d / E|U_k|)²)."""
         images = sum(setup.sizes[client] for client in cohort)
@@ -122,7 +127,7 @@ class PrivateRecords(Private):
         release = self.release(ctx.setup, ctx.client)
         started = digest((down, state, tuple(ctx.moments)))
         # the same noise with another σ, clip or rate would fall out of the two results
-        machine = arithmetic(ctx.setup.device)
+        machine = arithmetic(ctx.setup.device) if self.repeats(ctx.setup) else token_hex()
         how = (release, self.privacy, ctx.setup.optimiser, ctx.learning_rate, machine)
         stream = self._stream("steps", ctx.client, ctx.exchange.index, started, how)
         places = self.places(ctx.setup, ctx.client)
@@ -142,7 +147,7 @@ class PrivateRecords(Private):
         asked = self.cohort_of(ctx.setup, ctx.exchange)
         ledger = Ledger(ctx.workspace())
         # an answer that was lost on its way, or refused, may have been seen by somebody
-        marks = dict.fromkeys(asked, "")
+        marks = dict.fromkeys(asked, "" if self.repeats(ctx.setup) else token_hex())
 
         def marked() -> Iterator[Report[Any]]:
             for report in reports:
@@ -203,6 +208,7 @@ class _NoisyContext(ClientContext):
     privacy: PrivacySettings
     places: int
     stream: Noise
+    drawn: int = 0  # samples so far: no more than are accounted for
 
     def batches(
         self, epochs: int | None = None, *, shuffle: bool = True, counted: bool = True
@@ -212,6 +218,12 @@ class _NoisyContext(ClientContext):
             raise FurlongError("privacy.level = record: the method looks at its images elsewhere.")
         size, device = self.privacy.group, self.setup.device
         for _ in range(self.release.count):
+            if self.drawn == self.release.count:
+                raise FurlongError(
+                    "privacy.level = record: the method goes through the client's images more "
+                    f"often than the budget counts, in {plural(self.drawn, 'step')}."
+                )
+            self.drawn += 1
             count = len(self.data)
             order = torch.arange(count) if size == 1 else self.stream.order(count)
             chosen = self.stream.uniform(self.places) < self.release.sampling
