@@ -1245,7 +1245,7 @@ MUTANTS = [
     # ------------------------------------------------------------ payload
     Mutant(
         "payload-alignment",
-        "core/payload.py",
+        "core/layout.py",
         'b" " * (-len(text) % 8)',
         'b" " * 0',
         PAYLOAD,
@@ -1253,7 +1253,7 @@ MUTANTS = [
     ),
     Mutant(
         "payload-gaps",
-        "core/payload.py",
+        "core/layout.py",
         "begin != covered or ",
         "",
         PAYLOAD,
