@@ -300,6 +300,15 @@ def test_a_server_that_cannot_be_reached_is_named_once(monkeypatch: pytest.Monke
     assert said == ["fl.example.org:8443 cannot be reached yet (connection refused); trying on"]
 
 
+def test_what_will_not_pass_is_said_at_once() -> None:
+    said: list[str] = []
+    tell = membership._teller("fl.example.org:8443", said.append)
+    for reason in ("[SSL: CERTIFICATE_VERIFY_FAILED] (_ssl.c:1006)", "[SSL: WRONG_VERSION_NUMBER]"):
+        tell(reason)
+        tell(reason)
+    assert [("ca.crt" in line, "TLS" in line) for line in said] == [(True, False), (False, True)]
+
+
 # ---------------------------------------------------------------- what is carried
 
 

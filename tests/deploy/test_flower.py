@@ -84,7 +84,7 @@ def test_a_node_that_disagrees_takes_no_part(federation: Federation, tmp_path: P
         assert "train.epochs is 1, not 2" in said
         (line,) = federation.lines("disagreed")
         assert [(f["client"], f["reason"]) for f in line["failures"]] == [
-            (3, "its node is not connected")
+            (3, "no node is here that takes part as it")
         ]
     finally:
         node.terminate()

@@ -200,7 +200,7 @@ def test_a_node_that_is_away_and_comes_back(
     assert run.summary["failures"] == 1
     lost = [[f["client"] for f in line] for line in failures(tmp_path)]
     assert lost == [[], [2], [], []]
-    assert failures(tmp_path)[1][0]["reason"] == "its node is not connected"
+    assert failures(tmp_path)[1][0]["reason"] == "no node is here that takes part as it"
     hellos = [node for node, header, _ in wire.sent if header["kind"] == "hello"]
     assert sorted(hellos) == [100, 101, 102, 102]  # greeted again when it returns
 
@@ -291,7 +291,7 @@ def test_a_node_that_stays_away_is_waited_for_once(
     train(flower(tmp_path, rounds=4), wire=wire)
     found = failures(tmp_path)
     assert [[f["client"] for f in line] for line in found] == [[], [], [2], [2]]
-    assert {line[0]["reason"] for line in found[2:]} == {"its node is not connected"}
+    assert {line[0]["reason"] for line in found[2:]} == {"no node is here that takes part as it"}
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["seconds"] for line in lines]
     assert seconds[2] > 1.5 > seconds[3]

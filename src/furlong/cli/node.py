@@ -117,6 +117,7 @@ def node(
             f"the keys of {len(own.known)} others"
         )
     if dry_run:
+        site.check()
         _show_what_leaves(site)
         return
     if superlink is None or insecure == (certs is not None):

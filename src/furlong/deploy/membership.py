@@ -47,12 +47,13 @@ def take_part(
         if count is not None:
             site.say(f"{count:,} images; they stay here. Ctrl-C ends this node.")
         os.environ.update(environment(site.folder / "flower"))  # no proxy for this machine
-        last = time.monotonic()
+        last, said = time.monotonic(), ""
         try:
             while True:
                 tell = _teller(superlink, site.say)
                 try:
                     with connected(superlink, certs, site.folder / "connected", tell) as place:
+                        said = ""
                         site.say(f"connected to {superlink}; waiting for work")
                         try:
                             serve(site, place, stall)
@@ -62,21 +63,30 @@ def take_part(
                     reason = f"{error}: {_why(superlink, certs)}"
                     if time.monotonic() > last + patience:
                         raise FurlongError(reason) from None
-                    site.say(f"{reason} Trying again.")
+                    if reason != said:
+                        said = reason
+                        site.say(f"{reason} Trying for {patience:.0f} s.")
                     time.sleep(3.0)
         finally:
             site.close()
 
 
+_HINTS = {
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not one of --certs (ca.crt), or for another "
+    "host: ask the coordinator for this federation's ca.crt",
+    "WRONG_VERSION_NUMBER": "what listens there does not speak TLS: is it the right port?",
+}
+
+
 def _teller(superlink: str, say: Callable[[str], None]) -> Callable[[str], None]:
-    """Says once, after a while, that a server cannot be reached."""
-    began, told = time.monotonic(), False
+    """Says once for each reason that a server cannot be reached; after a while, if it may pass."""
+    began, told = time.monotonic(), set()
 
     def tell(reason: str) -> None:
-        nonlocal told
-        if not told and time.monotonic() > began + 15:
-            told = True
-            say(f"{superlink} cannot be reached yet ({reason}); trying on")
+        hint = next((hint for mark, hint in _HINTS.items() if mark in reason), None)
+        if reason not in told and (hint or time.monotonic() > began + 15):
+            told.add(reason)
+            say(f"{superlink} cannot be reached yet ({hint or reason}); trying on")
 
     return tell
 

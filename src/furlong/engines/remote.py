@@ -375,7 +375,7 @@ class _Conversations:
         remote = self._remote
         if client not in remote.directory.nodes:
             expected = client in remote.last and client not in remote.left
-            self._miss(client, "its node is not connected", RETURN if expected else 0.0)
+            self._miss(client, "no node is here that takes part as it", RETURN if expected else 0.0)
             return
         down, base = self._pack(self._downloads[client])
         size, most = remote.slice_bytes, self._downloads.limit(client)

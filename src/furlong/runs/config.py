@@ -57,9 +57,11 @@ class DataSettings:
         "several folders with a colon between them (Windows: a semicolon).",
         role="place",
     )
-    images: int | None = setting(None, "Use at most this many training images.", table=True)
+    images: int | None = setting(
+        None, "Use at most this many training images.", table=True, at_least=1
+    )
     test_images: int | None = setting(
-        None, "Use at most this many test images.", table=True, agree=False
+        None, "Use at most this many test images.", table=True, agree=False, at_least=1
     )
     validation: bool = setting(
         False,
@@ -128,7 +130,9 @@ class DataSettings:
         agree=False,
     )
     public_root: str | None = setting(None, "Where it lies, if not in data.root.", role="place")
-    public_images: int | None = setting(None, "Use at most this many of it.", agree=False)
+    public_images: int | None = setting(
+        None, "Use at most this many of it.", agree=False, at_least=1
+    )
     strict: bool = setting(
         False, "Unreadable image files are errors.", role="watch", short="strict", agree=True
     )
