@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from furlong import cli
 from furlong.cli import common
 from furlong.runs.config import Config
@@ -67,7 +69,13 @@ def child(
 
 
 def _be(words: list[str], log: Path, fault: Callable[[], None]) -> None:
-    """The child's whole life."""
+    """The child's whole life.
+
+    With one thread throughout: other tests may have computed with several in this process before it
+    was forked, and then several would wait for each other for ever.
+    """
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda _: None
     code = 70
     try:
         with log.open("w") as said:
