@@ -62,6 +62,8 @@ OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(("fedbyol", "fedu", "fedema",
 EITHER_SIGN = (*OPTIONS, "fedsimsiam")
 QUICK = ("fedsimclr",)
 LEAST = 0.03
+# a network that is trained to draw as badly as it can gains four points, too
+LEASTS = {"fedae": 0.08}
 
 
 @cache
@@ -105,7 +107,7 @@ def test_no_method_is_left_out() -> None:
 @every_method
 def test_the_probe_rises(method: str, tmp_path: Path) -> None:
     found = gain(method, tmp_path / "run")
-    assert found > LEAST, f"{100 * found:+.1f} points"
+    assert found > LEASTS.get(method, LEAST), f"{100 * found:+.1f} points"
 
 
 @pytest.mark.slow
@@ -119,4 +121,4 @@ def test_a_loss_with_the_wrong_sign_is_noticed(
         found = gain(method, tmp_path / "run")
     except FurlongError:  # weights without bound are refused
         return
-    assert found <= LEAST, f"{100 * found:+.1f} points"
+    assert found <= LEASTS.get(method, LEAST), f"{100 * found:+.1f} points"
