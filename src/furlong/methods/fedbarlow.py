@@ -26,7 +26,7 @@ class FedBarlow(Projecting, OneNetwork):
     paper = "Zbontar et al. 2021 (Barlow Twins), averaged as in McMahan et al. 2017"
     leaves = f"Encoder and projector weights. {WEIGHTS_REVEAL}"
     usual = {**USUAL, "train.batch_size": 64}  # its loss is of a whole batch's statistics
-    # the paper's λ is for 8192 dimensions; few have fewer correlations to be taken apart
+    # the paper's λ is for 8192 dimensions; where there are few, each pair has to count for more
     usual_small = {"projection_head": "mlp:256:128", "off_diagonal": 0.02}
 
     off_diagonal: float = setting(0.0051, "The weight λ of the redundancy term.", at_least=0)
