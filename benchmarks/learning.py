@@ -54,6 +54,22 @@ SHORT: dict[str, dict[str, Options]] = {
         },
         "constant rate": {"optimiser.schedule": "constant"},
         "constant rate 0.0003": {"optimiser.schedule": "constant", "optimiser.lr": 0.0003},
+        **{
+            f"centred head, {name}": {
+                "method.projection-head": "mlp:256:256:128:centred",
+                "method.prediction-head": "mlp:32:128",
+                **options,
+            }
+            for name, options in {
+                "rate 0.001": {"optimiser.lr": 0.001},
+                "rate 0.002, 40 rounds": {"optimiser.lr": 0.002, "rounds": 40},
+                "rate 0.002, 80 rounds": {"optimiser.lr": 0.002},
+                "rate 0.001, wide predictor": {
+                    "optimiser.lr": 0.001,
+                    "method.prediction-head": "mlp:256:128",
+                },
+            }.items()
+        },
     },
     "orchestra": {
         "80 rounds": {"rounds": 80},
@@ -68,6 +84,11 @@ SHORT: dict[str, dict[str, Options]] = {
             "rounds": rounds,
         }
         for rate, rounds in ((0.001, 20), (0.002, 20), (0.002, 40))
+    }
+    | {
+        "patches normalised, 0.75 masked": {"method.normalise": "true", "method.mask": 0.75},
+        "rate 0.003": {"optimiser.lr": 0.003},
+        "80 rounds": {"rounds": 80},
     },
 }
 CHOOSE: Options = {"data.validation": "true", "data.images": 7000, "data.test-images": 2000}
@@ -237,7 +258,7 @@ def claims() -> dict[str, Part]:
         ),
         "fcl": Part(
             "Figure 5, 155 steps per round, six rounds; τ 0.1, bank 1,024, matching from round 2",
-            long,
+            {**long, "data.images": 5000, "batch-size": 32},  # a bank makes batches matter little
             {
                 "CL, iid": {**cl, "partition": "iid"},
                 "CL, one class per client": {**cl, "partition": "classes:1", "clients": 10},

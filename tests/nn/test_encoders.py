@@ -179,6 +179,8 @@ def test_bad_encoder_names_say_what_to_do(name: str, message: str, tmp_path: Pat
         ("small_proj", 256, 128, 256 * 256 + 256 + 512 + 256 * 128 + 128),
         ("small_pred", 128, 128, 128 * 256 + 256 + 512 + 256 * 128 + 128),
         ("mlp:12:5", 7, 5, 7 * 12 + 12 + 24 + 12 * 5 + 5),
+        ("mlp:12:5:bn", 7, 5, 7 * 12 + 12 + 24 + 12 * 5 + 5 + 10),
+        ("mlp:12:5:centred", 7, 5, 7 * 12 + 24 + 12 * 5),
     ],
 )
 def test_heads(name: str, in_dim: int, out: int, params: int) -> None:
@@ -187,6 +189,15 @@ def test_heads(name: str, in_dim: int, out: int, params: int) -> None:
     assert head_dim(module) == out
     with torch.no_grad():
         assert module(torch.randn(4, in_dim)).shape == (4, out)
+
+
+def test_a_centred_head_cannot_move_all_projections_together() -> None:
+    module = head("mlp:12:12:5:centred", 7)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.normal_()
+        mean = module(torch.randn(64, 7) + 3).mean(0)
+    assert mean.abs().max() < 1e-5
 
 
 def test_fedu_payload_matches_the_paper() -> None:
@@ -198,7 +209,7 @@ def test_fedu_payload_matches_the_paper() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["proj128", "mlp", "mlp:3", "mlp:0:4", "mlp:a:4", "mlp:4:bn", "mlp:4:4:ln"]
+    "name", ["proj128", "mlp", "mlp:3", "mlp:0:4", "mlp:a:4", "mlp:4:bn", "mlp:4:4:ln", "mlp:4:centred"]
 )
 def test_unknown_head(name: str) -> None:
     with pytest.raises(FurlongError, match="Unknown head"):

@@ -51,15 +51,19 @@ def head(name: str, in_dim: int) -> nn.Sequential:
     """A projector or predictor B×``in_dim`` to B×``head_dim``, with fresh weights.
 
     ``name`` is a key of ``HEADS``, or ``mlp:HIDDEN:…:OUT``: linear layers with BN and ReLU between
-    them, and with ``:bn`` behind it a BN at the end.
+    them. With ``:bn`` behind it a BN is at the end, with ``:centred`` one without parameters, and
+    the linear layers have no biases: then nothing in the head can move all projections together.
     """
     if name in HEADS:
         return HEADS[name](in_dim)
-    kind, *sizes = name.removesuffix(":bn").split(":")
-    if kind == "mlp" and len(sizes) >= 2 and all(s.isdecimal() and int(s) > 0 for s in sizes):
-        end = nn.BatchNorm1d(int(sizes[-1])) if name.endswith(":bn") else None
-        return _mlp(in_dim, *map(int, sizes), end=end)
-    forms = [*HEADS, "mlp:HIDDEN:OUT", "mlp:HIDDEN:OUT:bn"]
+    kind, *words = name.split(":")
+    ending = words.pop() if words[-1:] in (["bn"], ["centred"]) else ""
+    if kind == "mlp" and len(words) >= 2 and all(s.isdecimal() and int(s) > 0 for s in words):
+        sizes = [int(s) for s in words]
+        if ending == "centred":
+            return _centred(in_dim, *sizes)
+        return _mlp(in_dim, *sizes, end=nn.BatchNorm1d(sizes[-1]) if ending else None)
+    forms = [*HEADS, *(f"mlp:HIDDEN:OUT{ending}" for ending in ("", ":bn", ":centred"))]
     raise FurlongError(f"Unknown head {name!r}. {nearest(name, forms)}")
 
 
