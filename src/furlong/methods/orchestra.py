@@ -100,6 +100,8 @@ class Orchestra(Projecting, Method[Shared, State | None, Shared, Up]):
         **USUAL,
         "data.augment": "orchestra",  # on figures too: clusters are lost under stronger views
         "optimiser.lr": 0.0005,
+        "optimiser.schedule": "constant",  # clusters go on changing to the end
+        "train.rounds": 60,
         "method.decay": 0.99,
         "method.global_clusters": 32,  # five clients send 80 local ones
     }
