@@ -160,6 +160,19 @@ def parts() -> dict[str, Part]:
                     "batches of 16": {"batch-size": 16},
                     "batches of 16, alone": {"batch-size": 16, "bound": "single"},
                 }.items()
+            }
+            | {
+                f"{images} images, {rounds} rounds, {who}": {
+                    "method": "fedsimclr",
+                    "rounds": rounds,
+                    "data.images": images + CHOOSE["data.test-images"],
+                    **options,
+                }
+                for images, rounds in ((2500, 24), (2500, 48))
+                for who, options in {
+                    "alone": {"bound": "single"},
+                    "momentum 0.6": {"server.rule": "momentum", "server.momentum": 0.6},
+                }.items()
             },
             seeds=(100,),
         ),
