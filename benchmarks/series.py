@@ -62,6 +62,7 @@ def command(place: Path, options: Options, seed: int, root: str) -> list[str]:
     given = {**options, "seed": seed, "workers": 1, "train.server-threads": 1, "out": place}
     if given.get("data", "shapes") != "shapes":
         given["data.root"] = root
+        given["data.cache"] = place.parent.parent / "decoded"  # once for all runs of a sample
     if given.get("public") == HELD:
         given["public"] = f"parquet:{public(place.parent.parent, given['data.images'], root)}"
     return ["run", *(str(word) for key, value in given.items() for word in (f"--{key}", value))]
