@@ -55,6 +55,10 @@ SHORT: dict[str, dict[str, Options]] = {
         "constant rate": {"optimiser.schedule": "constant"},
         "constant rate 0.0003": {"optimiser.schedule": "constant", "optimiser.lr": 0.0003},
         **{
+            f"server's momentum {m}": {"server.rule": "momentum", "server.momentum": m}
+            for m in (0.6, 0.8)
+        },
+        **{
             f"centred head, {name}": {
                 "method.projection-head": "mlp:256:256:128:centred",
                 "method.prediction-head": "mlp:32:128",
@@ -88,6 +92,7 @@ SHORT: dict[str, dict[str, Options]] = {
     | {
         "patches normalised, 0.75 masked": {"method.normalise": "true", "method.mask": 0.75},
         "rate 0.003": {"optimiser.lr": 0.003},
+        "server's momentum 0.8": {"server.rule": "momentum", "server.momentum": 0.8},
         "80 rounds": {"rounds": 80},
     },
 }

@@ -94,20 +94,6 @@ def test_mistakes_show_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_committed_comparison() -> None:
-    file = ROOT / "configs/comparisons/cifar10-small.toml"
-    found = grid.grid([file], [], 2, Path("runs/x"), {"data.root": "DIR"})
-    assert len({cell.settings.method["name"] for cell in found}) >= 6
-    assert len(found) == 2 * len({cell.method for cell in found})
-    for cell in found:
-        s = cell.settings
-        assert (s.data.name, s.data.images, s.data.test_images) == ("cifar10", 5000, 5000)
-        assert (s.train.rounds, s.train.epochs, s.train.batch_size) == (20, 1, 64)
-        assert (s.model.encoder, s.optimiser.name) == ("small", "adam")
-        assert s.make_method().needs_public <= (s.data.public is not None)
-    assert "furlong compare configs/comparisons/cifar10-small.toml" in file.read_text()
-
-
 def test_the_comparison_of_all_methods_leaves_none_out() -> None:
     """Nothing but the method differs from row to row: each has its usual settings."""
     file = ROOT / "configs/comparisons/all-methods.toml"
@@ -259,7 +245,7 @@ def test_unexpected_errors_keep_their_traceback(tmp_path: Path, monkeypatch: Any
 
 
 def test_a_comparison_is_no_run(furlong_: Any) -> None:
-    result = furlong_("run", ROOT / "configs/comparisons/cifar10-small.toml")
+    result = furlong_("run", ROOT / "configs/comparisons/all-methods.toml")
     assert result.code == 2
     assert "[methods.…] is for 'furlong compare'" in result.err
 

@@ -97,7 +97,7 @@ class Method(ABC, Generic[S, C, D, U]):
     # alone, by a loss that is the mean over single images, or makes sense for a few of them
     decomposes: ClassVar[Literal["no", "records", "groups"]] = "no"
     # settings by section.key that a run has where neither a file nor an option says another; a
-    # user who names only the method gets them (how they were chosen: docs/results.md)
+    # user who names only the method gets them (how they were chosen: docs/settings.md)
     usual: ClassVar[Mapping[str, Any]] = USUAL
     usual_small: ClassVar[Mapping[str, Any]] = {}  # its own fields beside a small encoder
     usual_augment: ClassVar[str] = "moco_cifar"  # the preset that data.augment = "auto" stands for
