@@ -171,8 +171,9 @@ def _planes(image: Image.Image, how: Reading) -> Planes:
         if pages == how.channels:  # a stack of pages, one for each channel
             return _pages(image, how)
         if image.mode in ("RGBA", "CMYK", "LA") and len(image.getbands()) == how.channels:
-            return list(ImageOps.exif_transpose(image).split())
-    image = ImageOps.exif_transpose(image)
+            ImageOps.exif_transpose(image, in_place=True)
+            return list(image.split())
+    ImageOps.exif_transpose(image, in_place=True)  # in place: most are upright, and a copy costs
     if image.mode == "F" or image.mode.startswith("I"):
         return [Image.fromarray(shallow(np.asarray(image), how.limits))]
     return [_to_rgb(image)]
