@@ -5,9 +5,9 @@
     python benchmarks/all.py --smoke        # one of them at tiny sizes; nothing is kept
 
 Under an hour on two idle cores. Each benchmark is called by its command line and becomes a file
-NAME.json in the folder: command, machine, date, versions, the load before it began, and its rows.
-One that fails does not keep the others from being run. Times of a busy machine are not worth much:
-the load is told, and ratios of works that take turns suffer least.
+NAME.json in the folder: command, machine, date, versions, how busy the cores were just before it
+began, and its rows. One that fails does not keep the others from being run. Times of a busy machine
+are not worth much: the table says so, and ratios of works that take turns suffer least.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 from measuring import parse, parser
 
 HERE = Path(__file__).resolve().parent
-IDLE = 0.25  # running processes per core, up to which a machine counts as idle
+IDLE = 0.1  # share of the cores that others use, up to which a machine counts as idle
 Row = Mapping[str, Any]
 
 
@@ -252,13 +252,27 @@ def rows_in(printed: str) -> list[dict[str, Any]]:
     return found
 
 
+def share_used(seconds: float = 2.0) -> float:
+    """The share of the cores' time that is used by whoever runs now, 0 to 1."""
+
+    def passed() -> tuple[float, float]:
+        cores = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+        ticks = [int(word) for word in cores]
+        return sum(ticks[:8]), ticks[3] + ticks[4]  # all; idle and waiting for a disk
+
+    whole, idle = passed()
+    time.sleep(seconds)
+    more, rest = passed()
+    return 1 - (rest - idle) / max(1, more - whole)
+
+
 def about() -> dict[str, Any]:
     """Machine, date, versions and load, before anything is run."""
     info = Path("/proc/cpuinfo")
     names = [
         row.split(":")[1].strip() for row in info.read_text().splitlines() if "model name" in row
     ]
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    used, cores = share_used(), len(os.sched_getaffinity(0))
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=HERE,
@@ -271,8 +285,8 @@ def about() -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {"Python": platform.python_version(), "torch": version("torch")},
         "commit": commit.stdout.strip(),
-        "load": round(load, 2),
-        "idle": load <= IDLE * cores,
+        "used": round(used, 2),
+        "idle": used <= IDLE,
     }
 
 
@@ -283,7 +297,8 @@ def run(name: str, root: Path, out: Path, smoke: bool) -> bool:
         words = ["--smoke"]
     found = {"command": f"python benchmarks/{' '.join([script, *words])}", **about()}
     if not found["idle"]:
-        print(f"warning: the load is {found['load']}: {name} meets a busy machine", file=sys.stderr)
+        share = f"{100 * found['used']:.0f} % of the cores are used"
+        print(f"warning: {share}: {name} meets a busy machine", file=sys.stderr)
     print(f"{name}: {found['command']}", file=sys.stderr, flush=True)
     began = time.monotonic()
     words += [] if script in WITHOUT_JSON else ["--json"]
@@ -323,7 +338,8 @@ def table(out: Path) -> str:
         versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
         notes.append(
             f"- `{name}`: {found['date']}, {found['machine']}, {versions}, commit "
-            f"{found['commit']}; load {found['load']} at the start{busy}; {found['seconds']} s."
+            f"{found['commit']}; {100 * found['used']:.0f} % of the cores were used before{busy}; "
+            f"{found['seconds']} s."
         )
     return "\n".join([*text, "", *notes])
 
