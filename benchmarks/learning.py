@@ -92,6 +92,7 @@ SHORT: dict[str, dict[str, Options]] = {
     | {
         "patches normalised, 0.75 masked": {"method.normalise": "true", "method.mask": 0.75},
         "rate 0.003": {"optimiser.lr": 0.003},
+        "views flip_crop": {"data.augment": "flip_crop"},
         "server's momentum 0.8": {"server.rule": "momentum", "server.momentum": 0.8},
         "80 rounds": {"rounds": 80},
     },
@@ -160,6 +161,11 @@ def parts() -> dict[str, Part]:
                 for name, options in {
                     "merged as in L-DAWA": {"server.rule": "ldawa"},
                     "momentum 0.6": {"server.rule": "momentum", "server.momentum": 0.6},
+                    "momentum 0.6, constant rate": {
+                        "server.rule": "momentum",
+                        "server.momentum": 0.6,
+                        "optimiser.schedule": "constant",
+                    },
                     "momentum 0.75": {"server.rule": "momentum", "server.momentum": 0.75},
                     "momentum 0.85": {"server.rule": "momentum", "server.momentum": 0.85},
                     "batches of 16": {"batch-size": 16},

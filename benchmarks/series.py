@@ -316,6 +316,19 @@ def fill(page: Path, name: str, text: str) -> None:
     page.write_text(before + first + text + last + behind)
 
 
+def figure(part: Part, there: Kept, path: Path) -> None:
+    """Bars of the linear probe, the best row first."""
+    from furlong.reports import figures
+
+    bars = []
+    for row in (row for row in part.rows if there.get(row)):
+        found = [value(runs, "linear") / 100 for runs in there[row].values()]
+        spread = statistics.stdev(found) if len(found) > 1 else None
+        bars.append((row, statistics.mean(found), spread))
+    bars.sort(key=lambda bar: -bar[1])
+    figures.save(figures.bars(bars, "Linear probe", highlight="furlong"), path)
+
+
 def main(about: str | None, every: dict[str, Part], folder: Path, out: Path) -> None:
     """Run and print parts; numbers are kept in ``folder``."""
     words = parser(about)
@@ -331,6 +344,7 @@ def main(about: str | None, every: dict[str, Part], folder: Path, out: Path) -> 
     words.add_argument("--out", type=Path, default=out)
     words.add_argument("--show", action="store_true", help="only print what there is")
     words.add_argument("--into", type=Path, help="a page that has a place for the tables")
+    words.add_argument("--figure", type=Path, help="draw the linear probe to this .svg or .png")
     given = parse(words, seeds="0", jobs=1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if given.smoke:
@@ -343,6 +357,8 @@ def main(about: str | None, every: dict[str, Part], folder: Path, out: Path) -> 
         text = table(name, every[name], kept(path))
         if given.into:
             fill(given.into, name, text)
+        if given.figure:
+            figure(every[name], kept(path), given.figure)
         print(text, end="\n\n")
 
 
