@@ -92,6 +92,7 @@ SHORT: dict[str, dict[str, Options]] = {
     | {
         "patches normalised, 0.75 masked": {"method.normalise": "true", "method.mask": 0.75},
         "rate 0.003": {"optimiser.lr": 0.003},
+        "rate 0.0003": {"optimiser.lr": 0.0003},
         "views flip_crop": {"data.augment": "flip_crop"},
         "server's momentum 0.8": {"server.rule": "momentum", "server.momentum": 0.8},
         "80 rounds": {"rounds": 80},

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from furlong.core import weights
 from furlong.core.aggregation import (
     COLLECTED,
     Average,
@@ -251,6 +252,25 @@ def test_mean_and_first_step_of_momentum_are_the_mean() -> None:
     plain = merged(start, values, images, rule="mean")
     assert pack(Model(plain)) == pack(mean.result())
     close(vector(merged(start, values, images, rule="momentum")), vector(plain))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_mean_of_parts_is_that_of_the_whole(
+    pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits, whatever lies in a block, in a piece of memory or by itself."""
+    _, values, images = cohort(3, 5)
+
+    def bits(block: int, together: bool) -> Any:
+        monkeypatch.setattr(weights, "BLOCK", block)
+        mean: Mean[Model] = Mean(pooled)
+        for value, count in zip(values, images, strict=True):
+            model = Model(value)
+            mean.add(unpack(pack(model)) if together else model, count)
+        return pack(mean.result())
+
+    whole = bits(weights.BLOCK, True)
+    assert all(bits(block, together) == whole for block in (1, 5) for together in (True, False))
 
 
 # ---------------------------------------------------------------- properties of all rules

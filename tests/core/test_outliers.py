@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from furlong.core import weights
 from furlong.core.context import Exchange
 from furlong.core.exchange import ExchangeResult, Failure
 from furlong.core.guard import Expected
@@ -160,25 +161,27 @@ def test_rows_that_are_no_unit_vectors_are_refused(prepared: Any, method: str, f
     assert "has shape" in str(said(lambda rows: torch.cat([rows, rows])))  # the quota
 
 
-def test_sizes_by_kind() -> None:
+@pytest.mark.parametrize("block", [weights.BLOCK, 13, 1])
+def test_sizes_by_kind(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the plain formula, for what was unpacked and for tensors that lie anywhere."""
+    monkeypatch.setattr(weights, "BLOCK", block)
     torch.manual_seed(0)
-    weights = {
+    model = {
         "b.weight": torch.randn(4, 3, 3, 3),
         "a.running_mean": torch.randn(7),
         "a.weight": torch.randn(7),
         "a.num_batches_tracked": torch.tensor(3),
     }
-    before = {"weights": weights, "features": torch.randn(5, 2)}
+    before = {"weights": model, "features": torch.randn(5, 2)}
     after = {
-        "weights": {n: t + 1 if n.endswith("tracked") else 2 * t for n, t in weights.items()},
+        "weights": {n: t + 1 if n.endswith("tracked") else 2 * t for n, t in model.items()},
         "features": 3 * before["features"],
     }
 
     def length(*tensors: torch.Tensor) -> float:
         return float(torch.cat([t.flatten() for t in tensors]).norm())
 
-    params, stats = length(weights["b.weight"], weights["a.weight"]), weights["a.running_mean"]
+    params, stats = length(model["b.weight"], model["a.weight"]), model["a.running_mean"]
     whole = {"params": params, "buffers": length(stats), "features": length(before["features"])}
     moved = {**whole, "features": 2 * whole["features"]}
     for start, upload in ((before, after), (unpack(pack(before)), unpack(pack(after)))):

@@ -209,7 +209,8 @@ def test_fedu_payload_matches_the_paper() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["proj128", "mlp", "mlp:3", "mlp:0:4", "mlp:a:4", "mlp:4:bn", "mlp:4:4:ln", "mlp:4:centred"]
+    "name",
+    ["proj128", "mlp", "mlp:3", "mlp:0:4", "mlp:a:4", "mlp:4:bn", "mlp:4:4:ln", "mlp:4:centred"],
 )
 def test_unknown_head(name: str) -> None:
     with pytest.raises(FurlongError, match="Unknown head"):

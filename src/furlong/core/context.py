@@ -155,17 +155,21 @@ class Optimiser:
             self.torch = SGD(groups, lr, settings.momentum, decay)
         else:
             self.torch = Adam(groups, lr, decay, decoupled=settings.name == "adamw")
+        self.torch.zero_grad(set_to_none=True)  # a client that failed may have left some
         self._losses: list[Tensor] = []
 
     def step(self, loss: Tensor) -> None:
-        """Zero, backward, update; the loss is remembered without waiting for the device."""
-        self.torch.zero_grad(set_to_none=True)
+        """Backward, update; the loss is remembered without waiting for the device.
+
+        Gradients are as large as the weights and are gone in the end: what comes next needs room.
+        """
         if self._features:
             terms = torch.stack([decorrelation(h) for h in self._features])
             loss = loss + self._decorrelation * terms.mean()
             self._features.clear()
         loss.backward()  # type: ignore[no-untyped-call]
         self.torch.step()
+        self.torch.zero_grad(set_to_none=True)
         self._losses.append(loss.detach())
 
     def descend(self, loss_of: Callable[[Batch], Tensor], batch: Batch) -> None:

@@ -14,6 +14,7 @@ times more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -23,6 +24,7 @@ import torch
 
 from furlong.core.layout import packed_order
 from furlong.core.payload import Weights, flatten, joined, parts
+from furlong.core.weights import blocks
 
 USUAL = 5.0  # c across machines
 FEWEST = 3  # answers: of two, who is to say which is the bad one?
@@ -51,21 +53,12 @@ class Start:
         order = [name for name in packed_order(tensors) if tensors[name].is_floating_point()]
         self._names = [name for name in order if kinds[name] in _KINDS]
         self._own = self._all(tensors)
-        places: dict[str, list[torch.Tensor]] = {kind: [] for kind in _KINDS}
-        start = 0
-        for name in self._names:
-            end = start + tensors[name].numel()
-            places[kinds[name]].append(torch.arange(start, end))
-            start = end
-        del places["params"]  # all the rest
-        self._places = {kind: torch.cat(each) for kind, each in places.items() if each}
-        self._moved = self._own.clone()  # room for the update of one client after the other
-        self._whole = self._lengths(self._moved)
+        self._inside = _inside(self._names, tensors, kinds)
+        self._whole = self._lengths(None)
 
     def size(self, upload: Any, images: int) -> Size:
         """The size of ``upload``, which has the tensors of the server's value."""
-        moved = torch.sub(self._all(flatten(upload)[0]), self._own, out=self._moved)
-        return Size(images, self._lengths(moved), self._whole)
+        return Size(images, self._lengths(self._all(flatten(upload)[0])), self._whole)
 
     def _all(self, tensors: Weights) -> torch.Tensor:
         """All numbers in a row, float32; a copy only where they do not lie so."""
@@ -73,13 +66,32 @@ class Start:
         rows = [piece.detach().float().flatten() for piece in pieces] or [torch.empty(0)]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def _lengths(self, numbers: torch.Tensor) -> dict[str, float]:
-        """The length of each kind's numbers, which are lost: the guard's limit keeps it finite."""
-        lengths = dict.fromkeys(_KINDS, 0.0)
-        for kind, places in self._places.items():
-            lengths[kind] = float(torch.linalg.vector_norm(numbers[places]))
-            numbers[places] = 0.0
-        return lengths | {"params": float(torch.linalg.vector_norm(numbers))}
+    def _lengths(self, others: torch.Tensor | None) -> dict[str, float]:
+        """By kind, how far ``others`` are from the own numbers, which are as far from nothing."""
+        squares = dict.fromkeys(_KINDS, 0.0)  # the guard's limit keeps them finite
+        rows = blocks(self._own) if others is None else blocks(self._own, others)
+        for places, row in zip(self._inside, rows, strict=True):
+            moved = row[0].clone() if others is None else row[1] - row[0]
+            for kind, where in places.items():
+                part = moved[where]
+                squares[kind] += float(torch.dot(part, part))
+                moved[where] = 0.0
+            squares["params"] += float(torch.dot(moved, moved))
+        return {kind: math.sqrt(total) for kind, total in squares.items()}
+
+
+def _inside(
+    names: list[str], tensors: Weights, kinds: Mapping[str, str]
+) -> list[dict[str, torch.Tensor]]:
+    """Where in each block the numbers lie that are no parameters (the first kind), by kind."""
+    counts = [tensors[name].numel() for name in names]
+    codes = torch.tensor([list(_KINDS).index(kinds[name]) for name in names], dtype=torch.uint8)
+    every = codes.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    found = []
+    for (block,) in blocks(every):
+        where = {kind: (block == code).nonzero()[:, 0] for code, kind in enumerate(_KINDS) if code}
+        found.append({kind: at for kind, at in where.items() if len(at)})
+    return found
 
 
 def suspects(sizes: Mapping[int, Size], times: float) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -110,6 +111,17 @@ def _finite(tensor: Tensor) -> bool:
 
 DIVERGENCES = {"mean_conv_l2": mean_conv_l2, "sq_l2": sq_l2}
 
+BLOCK = 1 << 19  # numbers
+
+
+def blocks(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of equally many numbers, flat, a part of all of them at a time.
+
+    What arithmetic makes on its way then stays in the processor's cache. Of a whole network it is
+    hundreds of megabytes: torch copies what is added to sums of another type.
+    """
+    return zip(*(torch.split(row.reshape(-1), BLOCK) for row in rows), strict=True)
+
 
 class Mean(Generic[P]):
     """Streaming weighted mean of payloads of one structure, in float64, in the order of ``add``.
@@ -125,7 +137,7 @@ class Mean(Generic[P]):
         self._sums: dict[str, Tensor] = {}
         self._floating: list[str] = []  # the names of what is averaged, as they are packed
         self._counts: list[str] = []  # the names of the rest
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._like: Weights = {}  # on no device: types and shapes
         self._tree: Any = None
 
     def add(self, value: P, weight: float) -> None:
@@ -140,14 +152,16 @@ class Mean(Generic[P]):
                 averaged = [self._with_spread(name, tensors) for name in self._floating]
             sums = [self._sums[name] for name in self._floating]
             sums, averaged = joined_alike(sums, averaged)
-            for total, each in zip(sums, averaged, strict=True):
-                total.add_(each, alpha=weight)
+            for pair in zip(sums, averaged, strict=True):
+                for total, each in blocks(*pair):
+                    total.add_(each, alpha=weight)
             for name in self._counts:
                 torch.maximum(self._sums[name], tensors[name], out=self._sums[name])
 
     def _start(self, tensors: Weights, tree: Any) -> None:
         """Sums of nothing, of the structure that the first value has."""
-        self._tree, self._dtypes = tree, {name: t.dtype for name, t in tensors.items()}
+        self._tree = tree
+        self._like = {name: torch.empty_like(t, device="meta") for name, t in tensors.items()}
         order = packed_order(tensors)
         self._floating = [name for name in order if tensors[name].is_floating_point()]
         self._counts = [name for name in order if not tensors[name].is_floating_point()]
@@ -169,19 +183,20 @@ class Mean(Generic[P]):
         if not self.total:
             return None
         with threads():
-            done = {name: self._mean(name, sums) for name, sums in self._sums.items()}
+            done = room_for(self._like)
+            sums = [self._sums[name] for name in self._floating]
+            pieces = joined_alike([done[name] for name in self._floating], sums)
+            for pair in zip(*pieces, strict=True):
+                for mean, total in blocks(*pair):
+                    mean.copy_(total / self.total)
+            for name in self._floating if self.pooled else ():
+                if name.endswith("running_var"):
+                    mean = self._sums[name.removesuffix("var") + "mean"] / self.total
+                    done[name].copy_(self._sums[name] / self.total - mean.square())
+            for name in self._counts:
+                done[name].copy_(self._sums[name])
         result: P = rebuild(self._tree, done)
         return result
-
-    def _mean(self, name: str, sums: Tensor) -> Tensor:
-        """What the sums of one tensor come to."""
-        if not self._dtypes[name].is_floating_point:
-            return sums
-        value = sums / self.total
-        if self.pooled and name.endswith("running_var"):
-            mean = self._sums[name.removesuffix("var") + "mean"] / self.total
-            value -= mean.square()
-        return value.to(self._dtypes[name])
 
 
 @torch.no_grad()

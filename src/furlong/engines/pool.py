@@ -194,8 +194,10 @@ class _Carrying:
     def _hand_out(self, turn: int) -> None:
         """Give clients to the workers that have none, or few; it is the turn of client ``turn``."""
         workers = self._pool.workers
-        fit = min(_HELD // self._pool.largest, _AHEAD) if self._pool.largest else 0
-        soon = self._order[turn : turn + max(3 * len(workers), fit)]
+        largest = self._pool.largest
+        fit = min(_HELD // largest, _AHEAD) if largest else 0
+        least = 2 if largest > _HELD else 3  # of the largest not even that many for each worker
+        soon = self._order[turn : turn + max(least * len(workers), fit)]
         ahead = sorted((c for c in soon if c in self._waiting), key=self._length, reverse=True)
         for worker in workers:
             # the fewer are left, the fewer at once: all workers are to end at the same time
