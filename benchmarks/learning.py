@@ -167,6 +167,7 @@ def parts() -> dict[str, Part]:
                         "server.momentum": 0.6,
                         "optimiser.schedule": "constant",
                     },
+                    "constant rate, alone": {"optimiser.schedule": "constant", "bound": "single"},
                     "momentum 0.75": {"server.rule": "momentum", "server.momentum": 0.75},
                     "momentum 0.85": {"server.rule": "momentum", "server.momentum": 0.85},
                     "batches of 16": {"batch-size": 16},
@@ -203,6 +204,9 @@ def parts() -> dict[str, Part]:
             {
                 **usual(),
                 **{name: {"method": name} for name in SUPERVISED},
+                # of MFCL's 40 rounds most would go to the sensor, and none to the encoder
+                "mfcl": {"method": "mfcl", "rounds": 15, "method.server-epochs": 40},
+                "furlong, 20 rounds": {"method": "furlong", "rounds": 20},
                 **{
                     f"{name}@{bound}": {"method": name, "bound": bound}
                     for name in ("fedsimclr", "fedbyol", "fedavg")
@@ -210,126 +214,228 @@ def parts() -> dict[str, Part]:
                 },
             },
             against="fedsimclr",
+            pairs=(
+                ("fedu", "fedbyol"),
+                ("fedu", "fedbyol@single"),
+                ("fedbyol@pooled", "fedu"),
+                ("fcl", "fedca"),
+            ),
         ),
         **claims(),
     }
 
 
 def claims() -> dict[str, Part]:
-    """The papers' claims, in conditions in which they can show (155 steps per round)."""
-    long = {**TABLE, **QUIET, "rounds": 6, "epochs": 5, "batch-size": 64, "run.save-every": 1}
-    fedca = {"method": "fedca", "public": HELD}
-    adam = {"optimiser.name": "adam", "optimiser.lr": 0.001, "optimiser.weight-decay": 1e-6}
-    half = {"method.temperature": 0.5, "method.projection-head": "mlp:256:128"}
-    intervals = {f"{r} × {e}": {"rounds": r, "epochs": e} for r, e in ((20, 1), (4, 5), (2, 10))}
-    fcl = {"method": "fcl", "method.bank": 1024, "method.temperature": 0.1}
-    cl = {**fcl, "method.fusion": "false", "method.matching": 0}
-    table4 = {
-        "FedU, μ 0.4": {"method.threshold-kind": "absolute", "method.threshold": 0.4},
-        "FedU, μ 0.75 of the first": {},
-        "online, online, global (FedBYOL)": {"method.predictor": "global"},
-        "online, online, local": {"method.predictor": "local"},
-        "online, both, global": {"method.predictor": "global", "method.update": "both"},
-        "online, target, global": {"method.predictor": "global", "method.update": "target"},
-        "target, target, global": {
-            "method.predictor": "global",
-            "method.update": "target",
-            "method.aggregate-from": "target",
-        },
-        "target, both, global": {
-            "method.predictor": "global",
-            "method.update": "both",
-            "method.aggregate-from": "target",
-        },
-    }
-    mfcl = {**CIFAR, **QUIET, "method": "mfcl"}
-    untrained = {"method.train-sensor": "false"}
-    simclr = {"method": "fedsimclr"}
+    """The papers' claims, in conditions in which they can show; docs/results.md says which."""
     return {
-        "fedca": Part(
-            "Figure 5, 155 steps per round, six rounds; τ 0.5, Adam 1e-3, decay 1e-6",
-            {**long, **adam, **half},
-            {
-                "(i) FedSimCLR": simclr,
-                "(i) one-sided": {"method": "fedca", "method.dictionary": 0, "method.alignment": 0},
-                "(ii) alignment": {**fedca, "method.dictionary": 0},
-                "(iii) dictionary": {
-                    "method": "fedca",
-                    "method.ensembling": 0,
-                    "method.alignment": 0,
-                },
-                "(iv) dictionary, ensembling": {"method": "fedca", "method.alignment": 0},
-                "(v) all": fedca,
-                "(v) K=256": {**fedca, "method.dictionary": 256},
-                "(v) without own rows": {**fedca, "method.exclude-own": "true"},
-            },
-            against="(i) FedSimCLR",
-            pairs=(
-                ("(v) all", "(ii) alignment"),
-                ("(v) K=256", "(ii) alignment"),
-                ("(v) without own rows", "(ii) alignment"),
-                ("(ii) alignment", "(i) one-sided"),
-                ("(iv) dictionary, ensembling", "(iii) dictionary"),
-            ),
-        ),
-        "fedca-refresh": Part(
-            "how often the dictionary is made anew, at equal steps (rounds × epochs)",
-            {**long, **adam, **half},
-            {
-                **{f"FedCA {name}": {**fedca, **how} for name, how in intervals.items()},
-                **{f"FedSimCLR {name}": {**simclr, **how} for name, how in intervals.items()},
-            },
-            pairs=tuple((f"FedCA {name}", f"FedSimCLR {name}") for name in intervals),
-        ),
-        "fcl": Part(
-            "Figure 5, 155 steps per round, six rounds; τ 0.1, bank 1,024, matching from round 2",
-            {**long, "data.images": 5000, "batch-size": 32},  # a bank makes batches matter little
-            {
-                "CL, iid": {**cl, "partition": "iid"},
-                "CL, one class per client": {**cl, "partition": "classes:1", "clients": 10},
-                "CL": cl,
-                **{
-                    f"CL+FF{'+NM' if matching else ''}, {encoding}": {
-                        **fcl,
-                        "method.encoding": encoding,
-                        **({"method.matching-from": 1} if matching else {"method.matching": 0}),
-                    }
-                    for encoding in ("none", "inside")
-                    for matching in (False, True)
-                },
-            },
-            against="CL",
-        ),
-        "fedu": Part(
-            "Table 4 (aggregated, overwritten, predictor) and DAPU; one local epoch, as there",
-            {**CIFAR, **QUIET, "rounds": 40, "method": "fedu"},
-            table4,
-            against="online, online, global (FedBYOL)",
-            pairs=(("FedU, μ 0.75 of the first", "online, online, local"),),
-        ),
-        "mfcl": Part(
-            "Table 2's norms, with a trained and with an untrained sensor",
-            mfcl,
-            {
-                "pn": {},
-                "gn": {"method.norm": "gn"},
-                "bn": {"method.norm": "bn"},
-                "none": {"method.norm": "none"},
-                "pn, untrained": untrained,
-                "gn, untrained": {**untrained, "method.norm": "gn"},
-                "none, untrained": {**untrained, "method.norm": "none"},
-                "pn, views encoded together": {"method.pair-codes": "true"},
-            },
-            against="gn",
-            pairs=(("pn", "pn, untrained"), ("none", "none, untrained")),
-        ),
-        "mfcl-table7": Part(
-            "norms after the first two convolutions of FedSimCLR's encoder",
-            {**CIFAR, **QUIET, **simclr},
-            {norm: {"model.early-norm": norm} for norm in ("bn", "gn", "pn")},
-            against="gn",
-        ),
+        "fedca": fedca(),
+        "fedca-refresh": refresh(),
+        "fcl": fcl(),
+        "fedu": fedu(),
+        "mfcl": mfcl(),
+        "mfcl-table7": table7(),
     }
+
+
+# 155 steps of 64 images per round, where the papers have 390 of 128
+LONG: Options = {**TABLE, **QUIET, "rounds": 6, "epochs": 5, "batch-size": 64, "run.save-every": 1}
+ADAM: Options = {
+    "optimiser.name": "adam",
+    "optimiser.lr": 0.001,
+    "optimiser.weight-decay": 1e-6,
+    "method.temperature": 0.5,
+    "method.projection-head": "mlp:256:128",
+}
+SIMCLR: Options = {"method": "fedsimclr"}
+FEDCA: Options = {"method": "fedca"}
+ONE_SIDED: Options = {**FEDCA, "method.dictionary": 0, "method.alignment": 0}
+IID: Options = {"partition": "iid"}
+
+
+def fedca() -> Part:
+    """Figure 5 and Figure 4. Public images are as large a share of all as in the paper, 6.4 %."""
+    teacher = {"method.align-images": 640, "method.align-epochs": 100}  # a thousand steps as there
+    aligned = {**FEDCA, "public": HELD, **teacher}
+    plain = {**FEDCA, "method.alignment": 0}
+    rows = 512  # eight for an image of the batch, as in the paper
+    return Part(
+        "Figure 5, 155 steps per round, six rounds; τ 0.5, Adam 1e-3, decay 1e-6, 512 rows",
+        {**LONG, **ADAM, "evaluate.angles": 1000},
+        {
+            "(i) FedSimCLR": SIMCLR,
+            "(i) one-sided": ONE_SIDED,
+            "(ii) alignment": {**aligned, "method.dictionary": 0},
+            "(ii) alignment, public figures": {
+                **FEDCA,
+                **teacher,
+                "public": "shapes",
+                "method.dictionary": 0,
+            },
+            "(iii) dictionary": {**plain, "method.dictionary": rows, "method.ensembling": 0},
+            "(iv) dictionary, ensembling": {**plain, "method.dictionary": rows},
+            "(iv) 256 rows": {**plain, "method.dictionary": 256},
+            "(v) all": {**aligned, "method.dictionary": rows},
+            "(v) 256 rows": {**aligned, "method.dictionary": 256},
+            "(v) without own rows": {
+                **aligned,
+                "method.dictionary": rows,
+                "method.exclude-own": "true",
+            },
+        },
+        against="(i) FedSimCLR",
+        pairs=(
+            ("(ii) alignment", "(i) one-sided"),
+            ("(ii) alignment, public figures", "(i) one-sided"),
+            ("(iii) dictionary", "(i) one-sided"),
+            ("(iv) dictionary, ensembling", "(i) one-sided"),
+            ("(iv) 256 rows", "(i) one-sided"),
+            ("(iv) dictionary, ensembling", "(iii) dictionary"),
+            ("(v) all", "(ii) alignment"),
+            ("(v) 256 rows", "(ii) alignment"),
+            ("(v) without own rows", "(ii) alignment"),
+            ("(v) all", "(iv) dictionary, ensembling"),
+        ),
+    )
+
+
+def refresh() -> Part:
+    """The dictionary alone, made anew after 1, 5 or 10 epochs; the first round has none."""
+    intervals = {f"{r} × {e}": {"rounds": r, "epochs": e} for r, e in ((20, 1), (4, 5), (2, 10))}
+    dictionary = {**ONE_SIDED, "method.dictionary": 256}
+    return Part(
+        "how often the dictionary is made anew, at equal steps (rounds × epochs); 256 rows, no "
+        "alignment",
+        {**LONG, **ADAM},
+        {
+            **{f"dictionary {name}": {**dictionary, **how} for name, how in intervals.items()},
+            **{f"none {name}": {**ONE_SIDED, **how} for name, how in intervals.items()},
+        },
+        pairs=tuple((f"dictionary {name}", f"none {name}") for name in intervals),
+    )
+
+
+def fcl() -> Part:
+    """Figure 5. A bank of 400 rows where a client has 1,000 images: few are of the image itself."""
+    fusing = {"method": "fcl", "method.bank": 400, "method.temperature": 0.1}
+    plain = {**fusing, "method.fusion": "false", "method.matching": 0}
+    ten = {"clients": 10, "data.images": 10000}
+    return Part(
+        "Figure 5, 155 steps per round, six rounds; τ 0.1, bank 400, matching from round 2",
+        {**LONG, "data.images": 5000, "batch-size": 32, "evaluate.also": "semi-1"},
+        {
+            "CL": plain,
+            "CL, iid": {**plain, **IID},
+            "CL, ten clients, iid": {**plain, **IID, **ten},
+            "CL, ten clients, one class each": {**plain, **ten, "partition": "classes:1"},
+            **{
+                f"CL+FF{'+NM' if matching else ''}, {encoding}": {
+                    **fusing,
+                    "method.encoding": encoding,
+                    **({"method.matching-from": 1} if matching else {"method.matching": 0}),
+                }
+                for encoding in ("none", "inside")
+                for matching in (False, True)
+            },
+            "CL+FF, none, iid": {
+                **fusing,
+                **IID,
+                "method.encoding": "none",
+                "method.matching": 0,
+            },
+        },
+        against="CL",
+        pairs=(
+            ("CL+FF+NM, none", "CL+FF, none"),
+            ("CL+FF+NM, inside", "CL+FF, inside"),
+            ("CL+FF, none", "CL+FF, inside"),
+            ("CL+FF, none, iid", "CL, iid"),
+            ("CL, ten clients, iid", "CL, ten clients, one class each"),
+        ),
+    )
+
+
+def fedu() -> Part:
+    """Table 4, whole: what is averaged, what it overwrites, whose predictor; and DAPU."""
+    table4 = {
+        f"{source}, {update}, {predictor}": {
+            "method.aggregate-from": source,
+            "method.update": update,
+            "method.predictor": predictor,
+        }
+        for source in ("online", "target")
+        for update in ("online", "target", "both")
+        for predictor in ("global", "local")
+    }
+    dapu = {
+        "DAPU, μ 0.4": {"method.threshold-kind": "absolute", "method.threshold": 0.4},
+        "DAPU, μ 0.75 of the first": {},
+    }
+    predictors = {"DAPU": {}, "global": {"method.predictor": "global"}}
+    predictors["local"] = {"method.predictor": "local"}
+    constant = {
+        f"constant rate, {name}": {**how, "optimiser.schedule": "constant"}
+        for name, how in predictors.items()
+    }
+    byol = "online, online, global"
+    return Part(
+        "Table 4 (averaged, overwritten, predictor) and DAPU; one local epoch, 60 rounds",
+        {**CIFAR, **QUIET, "method": "fedu"},
+        {**dapu, **table4, **constant},
+        against=byol,
+        pairs=(
+            ("online, online, local", "target, online, local"),
+            *((name, "online, online, local") for name in dapu),
+            ("constant rate, DAPU", "constant rate, global"),
+            ("constant rate, DAPU", "constant rate, local"),
+        ),
+    )
+
+
+def mfcl() -> Part:
+    """Table 2. The sensor has 15 rounds as in the paper, and 465 steps; rep16 as printed."""
+    whole = {**CIFAR, **QUIET, "method": "mfcl", "rounds": 15, "batch-size": 32}
+    untrained = {"method.train-sensor": "false"}  # in which PN is GN
+    simclr = {**SIMCLR, "rounds": 20}  # epochs, as many as the discriminator has
+    norms = ("pn", "gn", "gn32", "bn", "none")
+    return Part(
+        "Table 2's norms, with a trained and with an untrained sensor",
+        whole,
+        {
+            **{norm: {"method.norm": norm} for norm in norms},
+            "bn, statistics stay local": {"method.norm": "bn", "method.bn-stats": "local"},
+            "gn, untrained": {**untrained, "method.norm": "gn"},
+            "none, untrained": {**untrained, "method.norm": "none"},
+            "pn, views encoded together": {"method.pair-codes": "true"},
+            "pn, iid": IID,
+            "bn, iid": {**IID, "method.norm": "bn"},
+            "FedSimCLR": simclr,
+            "FedSimCLR, iid": {**simclr, **IID},
+        },
+        against="gn",
+        pairs=(
+            ("pn", "gn32"),
+            ("gn", "gn, untrained"),
+            ("pn", "gn, untrained"),
+            ("none", "none, untrained"),
+            ("pn", "FedSimCLR"),
+            ("pn, iid", "FedSimCLR, iid"),
+            ("pn, iid", "pn"),
+            ("FedSimCLR, iid", "FedSimCLR"),
+            ("bn, iid", "pn, iid"),
+        ),
+    )
+
+
+def table7() -> Part:
+    """Norms in FedSimCLR's own encoder, on two classes per client and on all."""
+    rows = {norm: {"model.early-norm": norm} for norm in ("bn", "gn", "pn")}
+    return Part(
+        "norms after the first two convolutions of FedSimCLR's encoder",
+        {**CIFAR, **QUIET, **SIMCLR},
+        {**rows, **{f"{norm}, iid": {**how, **IID} for norm, how in rows.items()}},
+        against="gn",
+        pairs=(("pn", "bn"), ("pn, iid", "bn, iid")),
+    )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def command(place: Path, options: Options, seed: int, root: str) -> list[str]:
     given = {**options, "seed": seed, "workers": 1, "train.server-threads": 1, "out": place}
     if given.get("data", "shapes") != "shapes":
         given["data.root"] = root
-        given["data.cache"] = place.parent.parent / "decoded"  # once for all runs of a sample
+        given["data.cache"] = place.parent.parent / "decoded"  # once for all runs
     if given.get("public") == HELD:
         given["public"] = f"parquet:{public(place.parent.parent, given['data.images'], root)}"
     return ["run", *(str(word) for key, value in given.items() for word in (f"--{key}", value))]
@@ -100,6 +100,11 @@ def numbers(place: Path) -> dict[str, Any]:
     summary = json.loads((place / "summary.json").read_text())
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     last = {k: v for line in lines for k, v in line.items() if isinstance(v, float)}
+    for name in AVERAGED:
+        if found := [line[name] for line in lines[1:] if name in line]:
+            last[name] = statistics.mean(found)
+    if angles := [line["angles"] for line in lines if line.get("angles")]:
+        last["angle"] = angles[-1][2]  # the median
     return {
         **{
             f"{r['who']} {r['protocol']}": round(100 * r["accuracy"], 2)
@@ -256,7 +261,12 @@ def _once(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 
 NONE = float("nan")
-COLUMNS = {"kNN %": "knn", "linear %": "linear", "1 % of labels %": "semi-1"}
+COLUMNS = {
+    "kNN %": "knn",
+    "linear %": "linear",
+    "1 % of labels %": "semi-1",
+    "classifier %": "classifier",
+}
 WHO = ("federated", "alone", "pooled", "random")
 SHOWN = {
     "effective_rank": "effective rank",
@@ -265,7 +275,9 @@ SHOWN = {
     "neighbour_purity": "purity",
     "neighbour_purity_encoded": "purity, encoded",
     "took_global_predictor": "share of Ψ",
+    "angle": "angle °",
 }
+AVERAGED = ("took_global_predictor",)  # over all rounds but the first, in which all take it
 
 
 def value(found: dict[str, Any], key: str) -> float:

@@ -254,12 +254,24 @@ def test_mean_and_first_step_of_momentum_are_the_mean() -> None:
     close(vector(merged(start, values, images, rule="momentum")), vector(plain))
 
 
+@pytest.mark.parametrize("rule", ["mean", "momentum", "adam"])
+def test_what_a_rule_gives_keeps_no_other_memory_alive(rule: Any) -> None:
+    """A small view of a large piece of memory would hold all of it until the next round."""
+    start, values, images = cohort(3, 5)
+    found = merged(start, values, images, rule=rule)
+    pieces = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in found.values()}
+    wanted = sum(t.nbytes for t in found.values())
+    assert sum(piece.nbytes() for piece in pieces.values()) <= wanted + 64 * len(found)
+
+
 @pytest.mark.parametrize("pooled", [False, True])
 def test_the_mean_of_parts_is_that_of_the_whole(
     pooled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits, whatever lies in a block, in a piece of memory or by itself."""
     _, values, images = cohort(3, 5)
+    kinds = {"conv.weight": torch.float32, "bias": torch.float16}
+    values = [{n: t.to(kinds.get(n, t.dtype)) for n, t in value.items()} for value in values]
 
     def bits(block: int, together: bool) -> Any:
         monkeypatch.setattr(weights, "BLOCK", block)

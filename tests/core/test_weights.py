@@ -266,6 +266,28 @@ def test_a_slot_is_built_once_and_refilled(prepared: Any) -> None:
     assert ctx.network("other", build, weights) is not net
 
 
+def test_a_step_has_no_gradients_of_another_loss_and_leaves_none() -> None:
+    """Two optimisers in turn, and gradients that a client left that failed."""
+    data = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    one, other = nn.Linear(3, 3), nn.Linear(3, 1)
+    first, second = (Optimiser(n.parameters(), OptimiserSettings(), 0.1) for n in (one, other))
+    late = nn.Linear(3, 1)
+    second.torch.add_param_group({"params": list(late.parameters())})
+    for net in (other, late):
+        net(data).sum().backward()  # of a client that failed
+    first.step(other(one(data)).mean())  # reaches the other network, too
+    start = [p.clone() for p in (*other.parameters(), *late.parameters())]
+    loss = other(one(data).detach()).square().mean() + late(data).square().mean()
+    wanted = torch.autograd.grad(loss, [*other.parameters(), *late.parameters()])
+    second.step(other(one(data).detach()).square().mean() + late(data).square().mean())
+    decay = OptimiserSettings().weight_decay
+    for before, gradient, p in zip(
+        start, wanted, (*other.parameters(), *late.parameters()), strict=True
+    ):
+        assert torch.allclose(before - p, 0.1 * (gradient + decay * before), atol=1e-6)
+    assert all(p.grad is None for net in (other, late) for p in net.parameters())
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_moments_round_trip(name: Any) -> None:
     settings = OptimiserSettings(name=name)

@@ -135,10 +135,8 @@ def test_representations_pair_two_views_of_one_image() -> None:
     exchange = next(e for e in p.server.exchanges() if e.kind == "encode")
     server = p.server.init()
     down = p.method.download(server, 0, p.server.context(exchange))
-    assert (
-        down.weights.keys()
-        == p.method.sensor(p.server.context(exchange)).encoder.state_dict().keys()
-    )
+    whole = p.method.sensor(p.server.context(exchange)).state_dict()
+    assert list(down.weights) == [name for name in whole if name.startswith("encoder.")]
     ctx = ClientContext(setup, exchange, Networks(), client=0, data=p.federation.shard(0))
     report = run_client(p.method, down, ctx, StateFolder())
     pairs = report.upload.pairs
@@ -168,7 +166,7 @@ def test_shared_statistics_give_pairs_away() -> None:
         down = p.method.download(p.server.init(), 0, p.server.context(exchange))
         ctx = ClientContext(p.setup, exchange, Networks(), client=0, data=p.federation.shard(0))
         encoder = p.method.sensor(ctx).encoder
-        encoder.load_state_dict(down.weights)
+        encoder.load_state_dict(half(down.weights, "encoder"))
         with torch.random.fork_rng():
             torch.manual_seed(0)
             views = torch.cat(p.setup.augment.views(p.train.pixels[:8], 2))
@@ -254,6 +252,30 @@ def test_settings(options: dict[str, Any]) -> None:
     assert h.shape == (3, p.setup.width)
     if options.get("probe_input") == "projection":
         assert p.setup.width == 128
+
+
+def test_clients_encode_with_their_own_statistics() -> None:
+    """bn_stats = local: what stayed with a client in phase 1 is what it encodes with."""
+    p = make(norm="bn", bn_stats="local")
+    method, store = p.method, p.engine().store
+    server = p.server.init()
+    learnt: list[Any] = []
+    with pytest.MonkeyPatch.context() as patched:
+        whole = type(method).local_update
+
+        def seen(self: Any, state: None, down: Any, ctx: ClientContext) -> Any:
+            if ctx.exchange.kind == "encode":
+                learnt.append(down.weights["encoder.norm1.running_mean"])
+            return whole(self, state, down, ctx)
+
+        patched.setattr(type(method), "local_update", seen)
+        for exchange in p.server.exchanges():
+            if exchange.kind != "discriminate":
+                ctx = local_context(p, exchange=exchange.index, client=1)
+                down = method.download(server, 1, p.server.context(exchange))
+                run_client(method, down, ctx, store)
+    assert learnt
+    assert all(mean.abs().max() > 0 for mean in learnt)  # the server's own are those of no image
 
 
 def test_per_epoch_sends_new_views() -> None:
@@ -476,7 +498,7 @@ def test_a_clients_encoding_by_hand(pair_codes: bool) -> None:
     with seeded(p.setup.device, "train"):
         for rows in torch.randperm(24).split(10):
             views = torch.cat(p.setup.augment.views(pixels[rows], 2))
-            first, second = encoded(views, down.weights, pair_codes).chunk(2)
+            first, second = encoded(views, half(down.weights, "encoder"), pair_codes).chunk(2)
             expected += [torch.stack(both) for both in zip(first, second, strict=True)]
     assert torch.allclose(pairs, torch.stack(expected), atol=1e-4)
     assert all((one - two).abs().mean() > 0.01 for one, two in pairs)

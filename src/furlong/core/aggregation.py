@@ -162,17 +162,21 @@ class Stepping(Average[P]):
         self.moments = dict(moments)  # by path and kind, ``weights/…/first``; new after ``onto``
 
     def onto(self, current: P) -> P:
-        """``current`` moved by the optimiser."""
-        mean = super().onto(current)
-        if mean is current:
+        """``current`` moved by the optimiser, in the memory of the mean, which nobody else has."""
+        mean = self._mean.result()
+        if mean is None:
             return current
         goal = flatten(mean)[0]
-        moved: Weights = {}
+        stayed: Weights = {}  # what never travels is the current value's own: not to be written on
         for name, before in flatten(current)[0].items():
             if before.is_floating_point() and not is_buffer(name):
-                step = self._step(name, goal[name].double() - before.double(), before.dtype)
-                moved[name] = (before.double() + step).to(before.dtype)
-        return replace_tensors(mean, moved)
+                delta = goal.get(name, before).double() - before.double()
+                moved = before.double() + self._step(name, delta, before.dtype)
+                if name in goal:
+                    goal[name].copy_(moved)
+                else:
+                    stayed[name] = moved.to(before.dtype)
+        return replace_tensors(current, goal | stayed)
 
     def _step(self, name: str, delta: Tensor, dtype: torch.dtype) -> Tensor:
         s = self._settings

@@ -155,14 +155,15 @@ class Optimiser:
             self.torch = SGD(groups, lr, settings.momentum, decay)
         else:
             self.torch = Adam(groups, lr, decay, decoupled=settings.name == "adamw")
-        self.torch.zero_grad(set_to_none=True)  # a client that failed may have left some
         self._losses: list[Tensor] = []
 
     def step(self, loss: Tensor) -> None:
-        """Backward, update; the loss is remembered without waiting for the device.
+        """Zero, backward, update; the loss is remembered without waiting for the device.
 
         Gradients are as large as the weights and are gone in the end: what comes next needs room.
+        At the beginning there may be some of another loss, or of a client that failed.
         """
+        self.torch.zero_grad(set_to_none=True)
         if self._features:
             terms = torch.stack([decorrelation(h) for h in self._features])
             loss = loss + self._decorrelation * terms.mean()

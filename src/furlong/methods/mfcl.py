@@ -232,7 +232,11 @@ class MFCL(Method[Server, None, Model, Upload]):
         """The sensor; its encoder alone when representations are wanted."""
         if ctx.exchange.kind == "sensor":
             return Model(server.sensor)
-        return Model(prefixed(server.sensor, "encoder"))
+        return Model(self.encoding(server))
+
+    def encoding(self, server: Server) -> Weights:
+        """The sensor's encoder by its names in the sensor, as a client's own statistics have."""
+        return {n: w for n, w in server.sensor.items() if n.startswith("encoder.")}
 
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Upload]:
         """Train the sensor, or encode."""
@@ -254,8 +258,12 @@ class MFCL(Method[Server, None, Model, Upload]):
         return F.binary_cross_entropy_with_logits(logits, images)
 
     def front(self, weights: Weights, ctx: Context) -> nn.Module:
-        """The sensor's encoder, frozen: images B×C×S×S to representations B×64×S×S."""
-        return ctx.network("encoder", lambda: self.sensor(ctx).encoder, weights).eval()
+        """The sensor's encoder, frozen: images B×C×S×S to representations B×64×S×S.
+
+        ``weights``: by their names in the sensor.
+        """
+        own = prefixed(weights, "encoder")
+        return ctx.network("encoder", lambda: self.sensor(ctx).encoder, own).eval()
 
     def encode(self, down: Model, ctx: ClientContext) -> Tensor:
         """Representations n×2×64×S×S of one part of the client's images, in random order."""
@@ -376,6 +384,6 @@ class MFCL(Method[Server, None, Model, Upload]):
     def explain(self, server: Server, batch: Batch, ctx: ServerContext) -> dict[str, float]:
         """The share of pairs that group means give away: views encoded together, and apart."""
         few = replace(batch, pixels=batch.pixels[:128])
-        encoder = self.front(prefixed(server.sensor, "encoder"), ctx)
+        encoder = self.front(self.encoding(server), ctx)
         ways = {"together": True, "apart": False}
         return {f"given_away_{w}": given_away(views(encoder, few, on)) for w, on in ways.items()}

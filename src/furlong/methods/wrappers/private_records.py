@@ -295,6 +295,7 @@ class NoisyOptimiser(Optimiser):
             # fused kernels pair elements by memory offset: a gradient needs its weight's layout
             parameter.grad = torch.empty_like(parameter).copy_((total + noise) / self._expected)
         self.torch.step()
+        self.torch.zero_grad(set_to_none=True)  # as large as the weights
 
     def metrics(self) -> dict[str, float]:
         """None: a mean loss is not covered."""
