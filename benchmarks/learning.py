@@ -91,6 +91,11 @@ SHORT: dict[str, dict[str, Options]] = {
     }
     | {
         "patches normalised, 0.75 masked": {"method.normalise": "true", "method.mask": 0.75},
+        "patches normalised, 0.75 masked, views flip_crop": {
+            "method.normalise": "true",
+            "method.mask": 0.75,
+            "data.augment": "flip_crop",
+        },
         "rate 0.003": {"optimiser.lr": 0.003},
         "rate 0.0003": {"optimiser.lr": 0.0003},
         "views flip_crop": {"data.augment": "flip_crop"},
