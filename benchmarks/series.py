@@ -335,6 +335,8 @@ def figure(part: Part, there: Kept, path: Path) -> None:
     bars = []
     for row in (row for row in part.rows if there.get(row)):
         found = [value(runs, "linear") / 100 for runs in there[row].values()]
+        if not all(each == each for each in found):  # NaN: measured otherwise
+            continue
         spread = statistics.stdev(found) if len(found) > 1 else None
         bars.append((row, statistics.mean(found), spread))
     bars.sort(key=lambda bar: -bar[1])
@@ -362,7 +364,10 @@ def main(about: str | None, every: dict[str, Part], folder: Path, out: Path) -> 
     if given.smoke:
         smoke(given)
         return
-    for name in given.part.split(",") if given.part else every:
+    names = given.part.split(",") if given.part else list(every)
+    if given.figure and len(names) != 1:
+        raise SystemExit("--figure draws one part: name it with --part.")
+    for name in names:
         path = folder / f"{name}.json"
         if not given.show:
             run(path, every[name], given)

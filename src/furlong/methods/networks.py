@@ -18,7 +18,11 @@ from furlong.settings import setting
 
 def named_head(default: str) -> Any:
     """A hyper-parameter that names a head."""
-    return setting(default, "The head by its name, or mlp:HIDDEN:OUT for one hidden layer.")
+    return setting(
+        default,
+        "The head by its name, or mlp:HIDDEN:OUT for one hidden layer; a BatchNorm ends it with "
+        ":bn behind that, one without parameters with :centred.",
+    )
 
 
 class Projecting:
