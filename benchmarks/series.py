@@ -300,8 +300,12 @@ def interval(gaps: list[float]) -> str:
     """The mean of differences over seeds, with a 95 % t-interval."""
     if len(gaps) == 1:
         return f"{gaps[0]:+.1f} (one seed)"
-    half = t.ppf(0.975, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5
-    return f"{statistics.mean(gaps):+.1f} ± {half:.1f}"
+    return f"{statistics.mean(gaps):+.1f} ± {half_width(gaps):.1f}"
+
+
+def half_width(gaps: list[float]) -> float:
+    """Half of a 95 % t-interval of their mean."""
+    return float(t.ppf(0.975, len(gaps) - 1) * statistics.stdev(gaps) / len(gaps) ** 0.5)
 
 
 def cells(*cells: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -44,6 +45,32 @@ def test_the_table_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert "- `peers`: not measured." in lines
     assert sum("a busy machine" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "published", "wanted"),
+    [
+        ([], 1.0, "not run"),
+        ([1.9], 1.0, "undecided (one seed)"),
+        ([2.1], None, "reproduced (one seed)"),
+        ([-2.1], 5.0, "refuted (one seed)"),
+        ([2.1], 50.0, "reproduced in sign, not in size (one seed)"),
+        ([1.0, 1.1, 1.2], 1.0, "reproduced"),
+        ([-1.0, -1.1, -1.2], 1.0, "refuted"),
+        ([-0.1, 0.0, 0.1], 1.0, "not reproduced"),
+        ([-1.0, 0.0, 1.0], 1.0, "undecided"),
+        ([-0.1, 0.0, 0.1], None, "undecided"),
+    ],
+)
+def test_the_verdict_on_a_claim(
+    found: list[float], published: float | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    claims = importlib.import_module("claims")
+    assert claims.verdict(found, published) == wanted
+    parts = importlib.import_module("learning").parts()
+    rows = {(c.part, row) for cs in claims.PAPERS.values() for c in cs for row in (c.left, c.right)}
+    assert all(row in parts[part].rows for part, row in rows)
 
 
 @pytest.mark.slow
