@@ -91,6 +91,11 @@ SHORT: dict[str, dict[str, Options]] = {
     }
     | {
         "patches normalised, 0.75 masked": {"method.normalise": "true", "method.mask": 0.75},
+        "patches normalised, 0.75 masked, rate 0.0003": {
+            "method.normalise": "true",
+            "method.mask": 0.75,
+            "optimiser.lr": 0.0003,
+        },
         "patches normalised, 0.75 masked, views flip_crop": {
             "method.normalise": "true",
             "method.mask": 0.75,
@@ -173,6 +178,14 @@ def parts() -> dict[str, Part]:
                         "optimiser.schedule": "constant",
                     },
                     "constant rate, alone": {"optimiser.schedule": "constant", "bound": "single"},
+                    **{
+                        f"momentum {m}, constant rate": {
+                            "server.rule": "momentum",
+                            "server.momentum": m,
+                            "optimiser.schedule": "constant",
+                        }
+                        for m in (0.75, 0.85)
+                    },
                     "momentum 0.75": {"server.rule": "momentum", "server.momentum": 0.75},
                     "momentum 0.85": {"server.rule": "momentum", "server.momentum": 0.85},
                     "batches of 16": {"batch-size": 16},

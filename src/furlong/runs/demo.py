@@ -22,7 +22,8 @@ from furlong.runs.results import mean_and_spread
 
 SETTINGS = {
     "method": "fedsimclr", "data": "shapes", "partition": "classes:2", "clients": "5",
-    "rounds": "24", "evaluate.knn-every": "4", "evaluate.monitor-images": "1000",
+    "rounds": "24", "optimiser.schedule": "constant",
+    "evaluate.knn-every": "4", "evaluate.monitor-images": "1000",
 }  # fmt: skip
 FEDERATED = {"server.rule": "momentum", "server.momentum": "0.6"}  # there is a server to have it
 WHO = ("random", "alone", "federated", "pooled")
