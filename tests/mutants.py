@@ -750,8 +750,8 @@ MUTANTS = [
     Mutant(
         "mean-pooled",
         "core/weights.py",
-        "value -= mean.square()",
-        "value += mean.square()",
+        "self._sums[name] / self.total - mean.square()",
+        "self._sums[name] / self.total + mean.square()",
         "tests/methods/test_averaging.py tests/core/test_aggregation.py -k pooled",
         "pooled variances are wrong",
     ),
@@ -2243,6 +2243,31 @@ MUTANTS = [
         "return setup.rounds",
         MFCL,
         "the sensor is trained all the same",
+    ),
+    Mutant(
+        "mfcl-own-statistics",
+        "methods/mfcl.py",
+        """        return {n: w for n, w in server.sensor.items() if n.startswith("encoder.")}""",
+        """        return prefixed(server.sensor, "encoder")""",
+        MFCL,
+        "clients encode with other names than they keep statistics under",
+    ),
+    Mutant(
+        "step-leftover-gradients",
+        "core/context.py",
+        """        self.torch.zero_grad(set_to_none=True)
+        if self._features:""",
+        """        if self._features:""",
+        "tests/core/test_weights.py",
+        "a step has the gradients of another loss",
+    ),
+    Mutant(
+        "stepping-two-memories",
+        "core/aggregation.py",
+        "goal[name].copy_(moved)",
+        "goal[name] = moved.to(before.dtype)",
+        "tests/core/test_aggregation.py",
+        "small views of a mean keep all of it alive",
     ),
     Mutant(
         "mfcl-codes-apart",

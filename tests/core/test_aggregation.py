@@ -258,10 +258,12 @@ def test_mean_and_first_step_of_momentum_are_the_mean() -> None:
 def test_what_a_rule_gives_keeps_no_other_memory_alive(rule: Any) -> None:
     """A small view of a large piece of memory would hold all of it until the next round."""
     start, values, images = cohort(3, 5)
+    for value in (start, *values):
+        value["large"] = torch.ones(10_000)
     found = merged(start, values, images, rule=rule)
     pieces = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in found.values()}
     wanted = sum(t.nbytes for t in found.values())
-    assert sum(piece.nbytes() for piece in pieces.values()) <= wanted + 64 * len(found)
+    assert sum(piece.nbytes() for piece in pieces.values()) <= 1.1 * wanted
 
 
 @pytest.mark.parametrize("pooled", [False, True])
