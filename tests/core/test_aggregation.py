@@ -259,7 +259,7 @@ def test_what_a_rule_gives_keeps_no_other_memory_alive(rule: Any) -> None:
     """A small view of a large piece of memory would hold all of it until the next round."""
     start, values, images = cohort(3, 5)
     for value in (start, *values):
-        value["large"] = torch.ones(10_000)
+        value["large"] = torch.ones(10_000, dtype=torch.float64)
     found = merged(start, values, images, rule=rule)
     pieces = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in found.values()}
     wanted = sum(t.nbytes for t in found.values())
