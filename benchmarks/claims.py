@@ -157,7 +157,7 @@ def verdict(found: list[float], published: float | None) -> str:
     if not found:
         return "not run"
     mean = statistics.mean(found)
-    half, few = (LEAST, " (one seed)") if len(found) == 1 else (series.half_width(found), "")
+    half, few = (LEAST, series.ONE) if len(found) == 1 else (series.half_width(found), "")
     if abs(mean) > half:
         part = mean < (published or 0) / 2 and (published or 0) >= LARGE
         size = " in sign, not in size" if part else ""
@@ -183,7 +183,7 @@ def table() -> str:
                     paper,
                     claim.says,
                     "a figure" if claim.published is None else f"{claim.published:+.1f}",
-                    series.interval(found) if found else "–",
+                    series.interval(found).removesuffix(series.ONE) or "–",
                     f"`{claim.part}`: {claim.left} − {claim.right}",
                     str(len(found)),
                     verdict(found, claim.published),

@@ -195,12 +195,17 @@ def run(path: Path, part: Part, given: Any) -> None:
 def table(name: str, part: Part, there: Kept) -> str:
     """Markdown: means ± standard deviations over the seeds that have finished, and differences."""
     found = [runs for row in part.rows for runs in there.get(row, {}).values()]
+    if not found:
+        return f"**{name}**: {part.about}\n\nNot run yet."
     titles = {t: k for t, k in COLUMNS.items() if any(f"{w} {k}" in n for n in found for w in WHO)}
+    # what a single row has is no column
+    rows = [next(iter(there[row].values()))["log"] for row in part.rows if there.get(row)]
     explained = ["effective_rank"] if part.gains else SHOWN
-    logged = [key for key in explained if any(key in n["log"] for n in found)]
+    logged = [key for key in explained if sum(key in log for log in rows) >= min(2, len(rows))]
     measured = before_and_after if part.gains else after
-    gain = ["gain"] if part.gains else []
-    header = [*titles, *gain, *(SHOWN[key] for key in logged), "MB sent", "processor min", "seeds"]
+    more = ["gain"] if part.gains else []
+    more += [f"linear − {part.against}"] if part.against else []
+    header = [*titles, *more, *(SHOWN[key] for key in logged), "MB sent", "processor min", "seeds"]
     lines = [
         f"**{name}**: {part.about}",
         "",
@@ -213,12 +218,17 @@ def table(name: str, part: Part, there: Kept) -> str:
         runs = list(there.get(row, {}).values())
         if not runs:
             continue
-        rest = [spread([n["log"].get(key, NONE) for n in runs], 2) for key in logged]
+        rest = [interval(paired(there, row, part.against, "linear"))] if part.against else []
+        rest = [cell.removesuffix(ONE) for cell in rest]  # there is a column of seeds
+        rest += [spread([n["log"].get(key, NONE) for n in runs], 2) for key in logged]
         rest.append(spread([n["sent"] for n in runs]))
         rest.append(spread([n.get("processor", NONE) / 60 for n in runs]))
         lines.append(cells(row, *measured(runs, titles), *rest, str(len(runs))))
-    wanted = [(row, part.against) for row in part.rows if part.against and row != part.against]
-    behind = [difference(there, *pair, titles) for pair in (*wanted, *part.pairs)]
+    behind = [
+        difference(there, *pair, titles)
+        for pair in part.pairs
+        if paired(there, *pair, *list(titles.values())[:1])
+    ]
     if missing := [row for row in part.rows if not there.get(row)]:
         behind.append(f"- Not run: {'; '.join(missing)}.")
     return "\n".join([*lines, *([""] if behind else []), *behind])
@@ -261,6 +271,7 @@ def _once(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
 
 
 NONE = float("nan")
+ONE = " (one seed)"
 COLUMNS = {
     "kNN %": "knn",
     "linear %": "linear",
@@ -287,19 +298,26 @@ def value(found: dict[str, Any], key: str) -> float:
 
 def difference(there: Kept, left: str, right: str, used: Options) -> str:
     """The mean of the paired differences over common seeds, with a 95 % t-interval."""
-    seeds = sorted(set(there.get(left, {})) & set(there.get(right, {})))
     words = []
     for title, key in used.items():
-        gaps = [value(there[left][s], key) - value(there[right][s], key) for s in seeds]
-        if gaps:
+        if gaps := paired(there, left, right, key):
             words.append(f"{title.removesuffix(' %')} {interval(gaps)}")
-    return f"- {left} − {right}: {', '.join(words) or 'not run'}"
+    return f"- {left} − {right}: {', '.join(words)}"
+
+
+def paired(there: Kept, left: str, right: str, key: str) -> list[float]:
+    """Left minus right of one protocol for every seed that both have; a row has none to itself."""
+    seeds = sorted(set(there.get(left, {})) & set(there.get(right, {}))) if left != right else ()
+    gaps = [value(there[left][s], key) - value(there[right][s], key) for s in seeds]
+    return [gap for gap in gaps if gap == gap]
 
 
 def interval(gaps: list[float]) -> str:
     """The mean of differences over seeds, with a 95 % t-interval."""
+    if not gaps:
+        return ""
     if len(gaps) == 1:
-        return f"{gaps[0]:+.1f} (one seed)"
+        return f"{gaps[0]:+.1f}{ONE}"
     return f"{statistics.mean(gaps):+.1f} ± {half_width(gaps):.1f}"
 
 
