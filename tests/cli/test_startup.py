@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -50,6 +51,21 @@ def test_a_run_adds_little_to_torch() -> None:
     torch, ours, heavy = measure("import torch", run)
     assert heavy <= {"torch"}
     assert ours < max(0.3, torch / 2)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1000"), ("7", "7")])
+def test_threads_that_wait_leave_their_core_to_others(given: str | None, wanted: str) -> None:
+    """Before torch is there, which reads it once; whoever has set it is right."""
+    env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    code = "import os, sys, furlong; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env | ({} if given is None else {"GOMP_SPINCOUNT": given}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [wanted, "False"]
 
 
 def test_training_a_client_imports_nothing_heavy() -> None:
