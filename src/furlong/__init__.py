@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # On a machine whose cores have other work, OpenMP's threads wait for each other by turning in a
-# loop, on a core that the other one needs: a run of three seconds took two minutes. They sleep
+# loop, on a core that the other one needs: a run of six seconds took thirty. They sleep
 # sooner now. It counts if torch has not been imported yet; whoever has set it is right.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
