@@ -230,6 +230,12 @@ def parts() -> dict[str, Part]:
                     for name in ("fedsimclr", "fedbyol", "fedavg")
                     for bound in ("single", "pooled")
                 },
+                # with the falling rate that suits pooled training, as in recipe.py
+                "furlong@pooled": {
+                    "method": "furlong",
+                    "bound": "pooled",
+                    "optimiser.schedule": "cosine",
+                },
             },
             against="fedsimclr",
             pairs=(
@@ -237,6 +243,9 @@ def parts() -> dict[str, Part]:
                 ("fedu", "fedbyol@single"),
                 ("fedbyol@pooled", "fedu"),
                 ("fcl", "fedca"),
+                ("furlong", "furlong@pooled"),
+                ("furlong", "ssd"),
+                ("furlong, 20 rounds", "ssd"),
             ),
         ),
         **claims(),

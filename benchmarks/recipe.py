@@ -6,9 +6,10 @@
 
 Every run sees the same number of images: 5,000 of CIFAR-10 for five clients with two classes each,
 20 rounds of one epoch. Accuracy is that of 10,000 images held out of the *training* images, on
-seeds 100 to 102, so nothing is chosen on what is reported later: the parts ``furlong`` and
-``furlong-table`` are that report, on seeds 0 to 2 and the test images. Runs and files are those of
-``learning.py``: two runs side by side, finished ones kept as numbers in ``benchmarks/recipe``.
+seeds 100 to 102, so nothing is chosen on what is reported later: the parts whose name begins with
+``furlong`` are that report, on seeds 0 to 2 and the test images, and so is ``--part table`` of
+``learning.py``. Runs and files are as there: two runs side by side, finished ones kept as numbers
+in ``benchmarks/recipe``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import learning
 import series
 from series import Options, Part
 
@@ -199,18 +199,6 @@ def parts() -> dict[str, Part]:
             },
             against="fedsimclr",
             pairs=(("furlong", "furlong, pooled"), ("furlong", "furlong, from nothing")),
-        ),
-        "furlong-table": Part(
-            "the same at the budget of the methods' table: 10,000 images, 40 rounds; test images",
-            {**learning.TABLE, **learning.QUIET, "rounds": 40},
-            {
-                "furlong": {"method": "furlong"},
-                "fedsimclr": {"method": "fedsimclr"},
-                "furlong, 20 rounds": {"method": "furlong", "rounds": 20},
-                "furlong, pooled": {"method": "furlong", **POOLED, **FALLING},
-            },
-            against="fedsimclr",
-            pairs=(("furlong", "furlong, pooled"),),
         ),
     }
 
