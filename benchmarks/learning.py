@@ -248,6 +248,23 @@ def parts() -> dict[str, Part]:
                 ("furlong, 20 rounds", "ssd"),
             ),
         ),
+        "resnet18": Part(
+            "ResNet-18: 2,000 images of CIFAR-10, five clients with two classes each, 10 rounds",
+            {**TABLE, **QUIET, "data.images": 2000, "encoder": "resnet18", "rounds": 10},
+            {
+                **{name: {"method": name} for name in ("fedsimclr", "fedbyol", "fedu")},
+                **{
+                    f"{name}@pooled": {"method": name, "bound": "pooled"}
+                    for name in ("fedsimclr", "fedbyol")
+                },
+            },
+            against="fedsimclr",
+            pairs=(
+                ("fedsimclr@pooled", "fedsimclr"),
+                ("fedbyol@pooled", "fedbyol"),
+                ("fedu", "fedbyol"),
+            ),
+        ),
         **claims(),
     }
 

@@ -94,7 +94,7 @@ def distance(one: Any, other: Any) -> float:
     ("method", "options"),
     [
         ("fedae", {}),
-        ("fedsimsiam", {}),
+        ("fedsimsiam", {"method.predictor_steps": 0}),
         ("fedsimclr", {"privacy.group": 4}),
         pytest.param("fedbyol", {}, marks=pytest.mark.slow),
         pytest.param("fedu", {}, marks=pytest.mark.slow),

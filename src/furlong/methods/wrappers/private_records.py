@@ -56,8 +56,8 @@ class PrivateRecords(Private):
                 "privacy.level = record needs a loss that is a sum over images, or over small "
                 "groups of them, and nothing else that leaves; the loss of this method, or what it "
                 "sends, mixes all images of a batch or of the client, so one image can change it "
-                "without bound. Use fedae, fedmae, fedrot, fedsimsiam, fedbyol, fedu, fedema, "
-                "fedsimclr with --privacy.group, or level client."
+                "without bound. Use fedae, fedmae, fedrot, fedbyol, fedu, fedema, fedsimsiam with "
+                "--method.predictor-steps 0, fedsimclr with --privacy.group, or level client."
             )
         if kind == "groups" and group < 2:
             raise FurlongError(
