@@ -45,35 +45,35 @@ SHORT: dict[str, dict[str, Options]] = {
         "off-diagonal 0.05": {"method.off-diagonal": 0.05},
         "head 512-512": {"method.projection-head": "mlp:512:512"},
     },
-    "fedsimsiam": {
-        "batch 16": {"batch-size": 16},
-        "batch 16, 40 rounds, rate 0.001": {
-            "batch-size": 16,
-            "rounds": 40,
-            "optimiser.lr": 0.001,
-        },
-        "constant rate": {"optimiser.schedule": "constant"},
-        "constant rate 0.0003": {"optimiser.schedule": "constant", "optimiser.lr": 0.0003},
-        **{
-            f"server's momentum {m}": {"server.rule": "momentum", "server.momentum": m}
-            for m in (0.6, 0.8)
-        },
-        **{
-            f"centred head, {name}": {
+    "fedsimsiam": {  # without steps of the predictor alone, at the rate and rounds of that time
+        name: {"method.predictor-steps": 0, "optimiser.lr": 0.0005, "rounds": 80, **options}
+        for name, options in {
+            "batch 16": {"batch-size": 16},
+            "batch 16, 40 rounds, rate 0.001": {
+                "batch-size": 16,
+                "rounds": 40,
+                "optimiser.lr": 0.001,
+            },
+            "constant rate": {"optimiser.schedule": "constant"},
+            "constant rate 0.0003": {"optimiser.schedule": "constant", "optimiser.lr": 0.0003},
+            "server's momentum 0.6": {"server.rule": "momentum", "server.momentum": 0.6},
+            "centred head, rate 0.001": {
                 "method.projection-head": "mlp:256:256:128:centred",
                 "method.prediction-head": "mlp:32:128",
-                **options,
-            }
-            for name, options in {
-                "rate 0.001": {"optimiser.lr": 0.001},
-                "rate 0.002, 40 rounds": {"optimiser.lr": 0.002, "rounds": 40},
-                "rate 0.002, 80 rounds": {"optimiser.lr": 0.002},
-                "rate 0.001, wide predictor": {
-                    "optimiser.lr": 0.001,
-                    "method.prediction-head": "mlp:256:128",
-                },
-            }.items()
-        },
+                "optimiser.lr": 0.001,
+            },
+            # with them
+            "predictor's steps 3, rate 0.001": {
+                "method.predictor-steps": 3,
+                "optimiser.lr": 0.001,
+            },
+            "predictor's steps 3, rate 0.002, 40 rounds": {
+                "method.predictor-steps": 3,
+                "optimiser.lr": 0.002,
+                "rounds": 40,
+            },
+            "predictor's steps 0, rate 0.002, 40 rounds": {"optimiser.lr": 0.002, "rounds": 40},
+        }.items()
     },
     "orchestra": {
         "80 rounds": {"rounds": 80},
