@@ -516,10 +516,26 @@ MUTANTS = [
     Mutant(
         "fedsimsiam-one-direction",
         "methods/fedsimsiam.py",
-        "cosine_simsiam(predictor(z2), z1)) / 2",
-        "cosine_simsiam(predictor(z1), z2)) / 2",
+        "cosine_simsiam(predictor(z1), z2), cosine_simsiam(predictor(z2), z1)",
+        "cosine_simsiam(predictor(z1), z2), cosine_simsiam(predictor(z1), z2)",
         "tests/methods/test_fedsimsiam.py",
         "only one view is predicted",
+    ),
+    Mutant(
+        "fedsimsiam-predictor-alone",
+        "methods/fedsimsiam.py",
+        "range(self.predictor_steps)",
+        "range(0)",
+        "tests/methods/test_fedsimsiam.py",
+        "the predictor takes no steps of its own",
+    ),
+    Mutant(
+        "fedsimsiam-predictor-private",
+        "methods/fedsimsiam.py",
+        'return "no" if self.predictor_steps else "records"',
+        'return "records"',
+        "tests/methods/test_fedsimsiam.py",
+        "steps on whole batches count as steps on single images",
     ),
     Mutant(
         "moco-key-order",

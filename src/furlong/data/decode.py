@@ -184,8 +184,7 @@ def _planes(image: Image.Image, how: Reading) -> Planes:
 def _turn_upright(image: Image.Image) -> None:
     """Turn an image as its file asks for, in place: most are upright, and a copy costs.
 
-    A PNG that says nothing beside its pixels is upright: to search it takes as long as to decode
-    a small one.
+    A PNG that says nothing beside its pixels is upright, and need not be searched.
     """
     image.load()
     if image.info or image.format != "PNG":

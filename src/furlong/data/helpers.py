@@ -1,8 +1,9 @@
 """Small images are decoded by processes: threads would wait for each other there.
 
 A helper is forked, so that it has the encoded images already, and writes pixels to memory that it
-shares with its parent. It calls nothing but the decoder. Whatever goes wrong in a helper (it may
-meet an image that must stop everything) happens again in the parent, which does its share anew.
+shares with its parent. It calls nothing but the decoder, which needs none of the threads that a
+fork leaves behind. Whatever goes wrong in a helper (it may meet an image that must stop everything)
+happens again in the parent, which does its share anew.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import mmap
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -69,7 +71,10 @@ class _Helper(Generic[Item]):
     ) -> None:
         self._one, self._items, self._room = one, items, room
         self._told, told = os.pipe()
-        self._pid: int | None = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn of any fork beside threads; see above
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid: int | None = os.fork()
         if self._pid == 0:
             self._work(told)
         os.close(told)
