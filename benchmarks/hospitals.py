@@ -521,7 +521,7 @@ def main() -> None:
         return
     part, path = parts(given.lgg.resolve())[given.part], KEPT / f"{given.part}.json"
     if not given.show:
-        series.run(path, part, given)
+        series.run({path: part}, given)
     if given.part == "hospitals":
         page(series.kept(path))
         print(f"{PAGE} has the tables and figures of the runs that are there")
@@ -547,7 +547,7 @@ def smoke(given: Any) -> None:
             },
             more=more,
         )
-        series.run(path := given.out / "smoke.json", part, given)
+        series.run({(path := given.out / "smoke.json"): part}, given)
         kept = series.kept(path)
     every = {row: list(seeds.values()) for row, seeds in kept.items()}
     for lines in (all_rows(every), differences(kept), by_site(every), sent(every), near(every)):

@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from measuring import parse, parser
 from scipy.stats import t
@@ -144,36 +144,52 @@ def ended(process: subprocess.Popen[bytes]) -> float | None:
     return round(used.ru_utime + used.ru_stime, 1)
 
 
-def run(path: Path, part: Part, given: Any) -> None:
-    """The runs that are missing in a file, the first seed first."""
-    name = path.stem
-    there, out = kept(path), given.out / name
-    seeds = part.seeds if given.seeds is None else tuple(map(int, given.seeds.split(",")))
-    todo = [
-        (row, seed)
-        for seed in seeds
-        for row in part.rows
-        if any(
-            row == w[1:] if w.startswith("=") else w in row for w in re.split(r",(?! )", given.only)
-        )
-        and str(seed) not in there.get(row, {})
-    ]
-    out.mkdir(parents=True, exist_ok=True)
-    total, began, failed, going = len(todo), time.time(), 0, {}
+class Run(NamedTuple):
+    """A run that is to be made: where its numbers go, and what it is of."""
+
+    path: Path
+    part: Part
+    row: str
+    seed: int
+
+
+def missing(parts: Mapping[Path, Part], given: Any) -> list[Run]:
+    """The runs that the files do not have: the first seed of all parts first."""
+    asked = re.split(r",(?! )", given.only)
+    todo = []
+    for path, part in parts.items():
+        there = kept(path)
+        seeds = part.seeds if given.seeds is None else tuple(map(int, given.seeds.split(",")))
+        todo += [
+            Run(path, part, row, seed)
+            for seed in seeds
+            for row in part.rows
+            if any(row == word[1:] if word.startswith("=") else word in row for word in asked)
+            and str(seed) not in there.get(row, {})
+        ]
+    return sorted(todo, key=lambda run: run.seed)
+
+
+def run(parts: Mapping[Path, Part], given: Any) -> None:
+    """Make the runs that are missing in the files."""
+    todo = missing(parts, given)
+    total, began, failed = len(todo), time.time(), 0
+    going: dict[subprocess.Popen[bytes], tuple[Run, Path, bool]] = {}
     while todo or going:
         while todo and len(going) < given.jobs:
-            row, seed = todo.pop(0)
-            place = out / name_of(row, seed)
+            path, part, row, seed = each = todo.pop(0)
+            place = given.out / path.stem / name_of(row, seed)
+            place.parent.mkdir(parents=True, exist_ok=True)
             whole = not (place / "checkpoints").exists()
             words = command(place, {**part.all, **part.rows[row]}, seed, given.root)
             log = place.with_name(f"{place.name}.log").open("ab")
             process = subprocess.Popen(
                 [sys.executable, "-m", "furlong.cli", *words], stdout=log, stderr=log
             )
-            going[process] = (row, seed, place, whole)
+            going[process] = each, place, whole
         time.sleep(1)
         for process, processor in [(p, s) for p in going if (s := ended(p)) is not None]:
-            row, seed, place, whole = going.pop(process)
+            (path, part, row, seed), place, whole = going.pop(process)
             if process.returncode == 0:
                 found = {**numbers(place), **part.more(place)}
                 if whole:  # else it has the time of the run's last part only
@@ -184,9 +200,11 @@ def run(path: Path, part: Part, given: Any) -> None:
             state = "done" if process.returncode == 0 else f"FAILED, see {place}.log"
             minutes = (time.time() - began) / 60
             left = f"{len(todo) + len(going)} of {total} left"
-            print(f"{minutes:6.1f} min  {name}: {row}, seed {seed}: {state} ({left})", flush=True)
+            print(
+                f"{minutes:6.1f} min  {path.stem}: {row}, seed {seed}: {state} ({left})", flush=True
+            )
     if failed:
-        raise SystemExit(f"{failed} of {total} runs failed; their logs are in {out}")
+        raise SystemExit(f"{failed} of {total} runs failed; their logs are in {given.out}")
 
 
 # ---------------------------------------------------------------- printing
@@ -387,12 +405,14 @@ def main(about: str | None, every: dict[str, Part], folder: Path, out: Path) -> 
         smoke(given)
         return
     names = given.part.split(",") if given.part else list(every)
+    for name in set(names) - set(every):
+        raise SystemExit(f"unknown part {name}: there are {', '.join(every)}")
     if given.figure and len(names) != 1:
         raise SystemExit("--figure draws one part: name it with --part.")
+    if not given.show:
+        run({folder / f"{name}.json": every[name] for name in names}, given)
     for name in names:
         path = folder / f"{name}.json"
-        if not given.show:
-            run(path, every[name], given)
         text = table(name, every[name], kept(path))
         if given.into:
             fill(given.into, name, text)
@@ -409,5 +429,5 @@ def smoke(given: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         given.out = Path(scratch)
         path = given.out / "smoke.json"
-        run(path, part, given)
+        run({path: part}, given)
         print(table("smoke", part, kept(path)))
