@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
@@ -21,17 +20,14 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from furlong.data.decode import Item, OtherSize, decode, many
-from furlong.data.helpers import with_helpers
+from furlong.data.decode import OtherSize, decode, many
 from furlong.data.reading import ByteArray, Skipped
-from furlong.data.sources import Block, IntArray, Source
+from furlong.data.sources import IntArray, Source
 from furlong.errors import FurlongError
 
 # Pixels uint8 N×C×H×W, and by row number the images that were left out of them.
 Pixels = tuple[ByteArray, dict[int, Skipped]]
 AUTO_CACHE_BYTES = 1 << 30
-TOGETHER = 8192  # encoded images that are decoded together …
-AT_ONCE = 64 << 20  # … if they have no more pixels and channels than that
 _VERSION = 2
 
 
@@ -96,10 +92,8 @@ def _blocks(
 ) -> Iterator[ByteArray]:
     """Blocks of pixels B×C×H×W, in order; unusable rows are added to ``bad``."""
     read = partial(decode, size=plan.size, exact=plan.exact, how=source.how)
-    shape = source.how.channels, *plan.size
-    most = min(TOGETHER, AT_ONCE // math.prod(shape))
-    with many(read, partial(with_helpers, shape=shape)) as decode_all:
-        for part, block in _gathered(source.blocks(rows), most):
+    with many(read) as decode_all:
+        for part, block in source.blocks(rows):
             if isinstance(block, list):
                 images = decode_all(block)
                 pairs = zip(part.tolist(), images, strict=True)
@@ -111,30 +105,6 @@ def _blocks(
             elif block.shape[2:] != plan.size:
                 raise OtherSize((block.shape[2], block.shape[3]))
             yield _finish(block, plan, source)
-
-
-def _gathered(
-    blocks: Iterable[tuple[IntArray, Block]], most: int
-) -> Iterator[tuple[IntArray, Block]]:
-    """Blocks of encoded images as fewer ones, of about ``most`` images; others as they come."""
-    parts: list[IntArray] = []
-    items: list[Item] = []
-
-    def together() -> Iterator[tuple[IntArray, Block]]:
-        if items:
-            yield np.concatenate(parts), items.copy()
-        parts.clear()
-        items.clear()
-
-    for part, block in blocks:
-        if isinstance(block, list):
-            parts.append(part)
-            items.extend(block)
-        if len(items) >= most or not isinstance(block, list):
-            yield from together()
-        if not isinstance(block, list):
-            yield part, block
-    yield from together()
 
 
 def _finish(block: ByteArray, plan: Plan, source: Source) -> ByteArray:

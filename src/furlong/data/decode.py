@@ -19,7 +19,6 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from furlong.data import arrays, dicom, nifti
-from furlong.data.helpers import worth_helpers
 from furlong.data.reading import (
     MAX_PIXELS,
     PLAIN,
@@ -41,7 +40,6 @@ Planes = list[Image.Image]
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 # Below this a PNG is decoded faster than a thread can be handed it: Pillow holds the GIL for most
 # of the work on a small image (10,000 CIFAR images: 1.5 s in a plain loop, 1.8 s with two threads).
-# Of those, many at once are decoded by processes.
 _THREAD_BYTES = 16_384
 
 
@@ -173,22 +171,12 @@ def _planes(image: Image.Image, how: Reading) -> Planes:
         if pages == how.channels:  # a stack of pages, one for each channel
             return _pages(image, how)
         if image.mode in ("RGBA", "CMYK", "LA") and len(image.getbands()) == how.channels:
-            _turn_upright(image)
+            ImageOps.exif_transpose(image, in_place=True)
             return list(image.split())
-    _turn_upright(image)
+    ImageOps.exif_transpose(image, in_place=True)  # in place: most are upright, and a copy costs
     if image.mode == "F" or image.mode.startswith("I"):
         return [Image.fromarray(shallow(np.asarray(image), how.limits))]
     return [_to_rgb(image)]
-
-
-def _turn_upright(image: Image.Image) -> None:
-    """Turn an image as its file asks for, in place: most are upright, and a copy costs.
-
-    A PNG that says nothing beside its pixels is upright, and need not be searched.
-    """
-    image.load()
-    if image.info or image.format != "PNG":
-        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _pages(image: Image.Image, how: Reading) -> Planes:
@@ -262,18 +250,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 Item = tuple[str, Place]
-Tried = Callable[[Item], T | Skipped]
 
 
 @contextmanager
 def many(
     one: Callable[[Place], T],
-    helped: Callable[[Tried[T], list[Item]], list[T | Skipped]] | None = None,
 ) -> Iterator[Callable[[list[Item]], list[T | Skipped]]]:
     """``one`` as a function of many named images, in order, in parallel where that is faster.
 
-    An image that ``one`` finds unusable becomes a `Skipped`. ``helped``: does the same to small
-    images where helpers are worth it, see ``helpers``.
+    An image that ``one`` finds unusable becomes a `Skipped`.
     """
 
     def tried(item: Item) -> T | Skipped:
@@ -284,11 +269,8 @@ def many(
 
     def all_of(items: list[Item]) -> list[T | Skipped]:
         sample = [len(data) if isinstance(data, bytes) else _THREAD_BYTES for _, data in items]
-        if sum(sample) >= _THREAD_BYTES * len(items):
-            return list(pool.map(tried, items))
-        if helped is not None and worth_helpers(len(items)):
-            return helped(tried, items)
-        return [tried(item) for item in items]
+        slow = sum(sample) >= _THREAD_BYTES * len(items)
+        return list(pool.map(tried, items)) if slow else [tried(item) for item in items]
 
     Image.init()  # registers the plug-ins now: doing it lazily from several threads races
     # Pillow's warnings (bombs, odd metadata) are either covered by a reason above or harmless.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import pyarrow.dataset as ds
 
 from furlong.data.decode import Item
 from furlong.data.reading import Reading, printable
@@ -74,16 +74,16 @@ def table(
     def blocks(rows: IntArray) -> Iterator[tuple[IntArray, Block]]:
         start = 0
         with _explained(name, where):
-            for images in data.batches(image):
-                end = start + len(images)
+            for batch in data.to_batches([image], batch_size=BATCH, fragment_readahead=1):
+                end = start + len(batch)
                 part = rows[slice(*np.searchsorted(rows, [start, end]))]
-                yield part, _encoded(images, part, start)
+                yield part, _encoded(batch.column(0), part, start)
                 start = end
 
     with _explained(name, where):
-        data = _Columns(files, arrow)
+        data = ds.dataset(list(map(str, files)) if arrow is None else arrow)
         image = _image_column(name, where, data.schema)
-        rows = np.arange(data.rows)
+        rows = np.arange(data.count_rows())
         source = Source(name, split, where, files, rows, blocks)
         label = next((c for c in ("label", "fine_label", "labels") if c in data.schema.names), None)
         if label is not None:
@@ -102,40 +102,6 @@ def table(
                     "these images are. Fill it in, leave them out, or rename the column."
                 )
     return source
-
-
-class _Columns:
-    """The columns of parquet files with one schema, or of an Arrow table.
-
-    Neither ``pyarrow.dataset`` nor ``pyarrow.array`` is used, here or below: they import pandas
-    where it is installed, which takes longer than to read thousands of images.
-    """
-
-    def __init__(self, files: Sequence[Path], arrow: Any = None) -> None:
-        self._files, self._arrow = files, arrow
-        self.schema: Any = pq.read_schema(files[0]) if arrow is None else arrow.schema
-        here = [pq.read_metadata(file) for file in files] if arrow is None else [arrow]
-        self.rows: int = sum(each.num_rows for each in here)
-
-    def column(self, name: str) -> Any:
-        """All values of a column."""
-        if self._arrow is not None:
-            return self._arrow[name]
-        parts = [pq.ParquetFile(file).read([name]) for file in self._files]
-        return pa.concat_tables(parts, promote_options="default")[name]  # none: empty values
-
-    def batches(self, name: str) -> Iterator[Any]:
-        """The values of a column, some at a time."""
-        if self._arrow is not None:
-            for batch in self._arrow.select([name]).to_batches(BATCH):
-                yield batch.column(0)
-            return
-        for file in self._files:
-            opened = pq.ParquetFile(file, pre_buffer=True)
-            if name not in opened.schema_arrow.names:
-                raise pa.ArrowInvalid(f"{file.name} has no column {name!r}")
-            for batch in opened.iter_batches(BATCH, columns=[name]):
-                yield batch.column(name)
 
 
 @contextmanager
@@ -167,8 +133,7 @@ def _encoded(images: Any, rows: IntArray, start: int) -> list[Item]:
     # Only bytes: a path in a file from elsewhere must not make us open that path.
     if pa.types.is_struct(images.type):
         images = pc.struct_field(images, "bytes")
-    where = pa.py_buffer(np.ascontiguousarray(rows - start, dtype=np.int64))
-    data = images.take(pa.Array.from_buffers(pa.int64(), len(rows), [None, where])).to_pylist()
+    data = images.take(pa.array(rows - start)).to_pylist()
     return [(f"row {row:08d}", each or b"") for row, each in zip(rows, data, strict=True)]
 
 
@@ -182,26 +147,24 @@ def _class_names(schema: Any, label: str) -> tuple[str, ...]:
 
 
 def _categories(
-    name: str,
-    which: str,
-    data: _Columns,
-    others: Sequence[Path],
-    known: tuple[str, ...] | None = None,
+    name: str, which: str, data: Any, others: Sequence[Path], known: tuple[str, ...] | None = None
 ) -> tuple[IntArray | None, tuple[str, ...]]:
     """
     A column as indices (int64 N) and names.
 
     Whole numbers are kept unless ``known`` is None; all else is numbered in order over all splits.
     """
-    values = data.column(which)
+    import pyarrow.dataset as ds
+
+    values = data.to_table([which])[which]
     if values.null_count:
         raise FurlongError(f"{name}: column {which!r} has {values.null_count} empty value(s).")
     if pa.types.is_nested(values.type) or pa.types.is_floating(values.type):
         raise FurlongError(f"{name}: column {which!r} holds {values.type}, not categories.")
     if known is not None and pa.types.is_integer(values.type):
-        numbers: IntArray = np.array(np.from_dlpack(values.cast(pa.int64()).combine_chunks()))
+        numbers = values.to_numpy().astype(np.int64)
         if (numbers == -1).all():  # how several sets on the Hub mark "unknown"
             return None, ()
         return numbers, known or tuple(map(str, range(numbers.max() + 1)))
-    rest = [_Columns([file]).column(which).to_pylist() for file in others]
+    rest = [ds.dataset(str(file)).to_table([which])[which].to_pylist() for file in others]
     return numbered(sum(rest, values.to_pylist()), len(values))
