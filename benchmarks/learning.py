@@ -131,7 +131,8 @@ def parts() -> dict[str, Part]:
         ),
         **{
             f"choose-short{where}": Part(
-                "methods whose usual settings gained too little on CIFAR-10, with others",
+                "methods whose usual settings gained too little on CIFAR-10, with others, on "
+                + images,
                 {**data, **CHOOSE, **QUIET},
                 {
                     f"{method}, {name}": {"method": method, **options}
@@ -141,7 +142,7 @@ def parts() -> dict[str, Part]:
                 seeds=(101,),
                 gains=True,
             )
-            for where, data in (("", CIFAR), ("-shapes", {}))
+            for where, data, images in (("", CIFAR, "CIFAR-10"), ("-shapes", {}, "figures"))
         },
         "choose-demo": Part(
             "what the demo could show: who trained, with which method and how many rounds",

@@ -273,13 +273,24 @@ def before(found: dict[str, Any], key: str) -> float:
 
 
 def untrained(part: Part, there: Kept, titles: Options, empty: int) -> list[str]:
-    """Rows of the encoder before training."""
+    """Rows of the encoder before training, and of the weights that --init gave, if it did."""
+    ordered = [there[row] for row in part.rows if row in there]
+    groups = [("*untrained encoder*", "random", ordered)]
+    starts: dict[str, list[str]] = {}  # what rows began with, as numbers of their first seed
+    for row in (row for row in part.rows if row in there):
+        first = there[row][min(there[row])]
+        if begun := {
+            key: first[key] for key in map("initial {}".format, titles.values()) if key in first
+        }:
+            starts.setdefault(json.dumps(begun), []).append(row)
+    for rows in starts.values():
+        whose = f' to "{rows[0]}"' if len(starts) > 1 else ""
+        groups.append((f"*what --init gave{whose}*", "initial", [there[row] for row in rows]))
     lines = []
-    ordered = [there[row] for row in reversed(part.rows) if row in there]  # the first row wins
-    for who, label in (("random", "untrained encoder"), ("initial", "what --init gave")):
-        found = [list(_once(ordered, f"{who} {key}").values()) for key in titles.values()]
+    for label, who, runs in groups:  # the first row wins
+        found = [list(_once(runs[::-1], f"{who} {key}").values()) for key in titles.values()]
         if any(found):
-            lines.append(cells(f"*{label}*", *map(spread, found), *[""] * empty))
+            lines.append(cells(label, *map(spread, found), *[""] * empty))
     return lines
 
 

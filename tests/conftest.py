@@ -32,6 +32,7 @@ def golden() -> dict[str, Any]:
 
 
 EXTRAS: dict[str, dict[str, Any]] = {  # what a method needs to be run at all, or to be fast
+    "fedsimsiam": {"method.predictor_steps": 2},
     "furlong": {"model.init": "random", "server.rule": "mean"},  # else minutes of drawn scenes
     "fedca": {
         "data.public": "shapes",

@@ -160,3 +160,9 @@ def test_bounds_and_files_are_audited_as_far_as_they_go(tmp_path: Path, furlong_
     printed = furlong_("audit", "it.safetensors", "--images", "40", *few, "--json")
     assert printed.code == 0, printed.err
     assert "taken on trust" in printed.json[0]["note"]
+
+
+def test_a_loss_of_one_network_is_attacked_whatever_trains_it(prepared: Any) -> None:
+    """FedSimSiam's local training is its own; its loss needs one network and images alone."""
+    p = prepared("fedsimsiam")
+    assert auditing._network(p, p.server.init()) is not None

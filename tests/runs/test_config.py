@@ -491,3 +491,14 @@ def test_another_method_drops_the_files_fields(tmp_path: Path) -> None:
     path.write_text('[method]\nname = "fedu"\nthreshold = 0.2\n')
     assert load(path, {"method": "fedu"}).method["threshold"] == 0.2
     assert "threshold" not in load(path, {"method": "fedsimclr"}).method
+
+
+def test_an_earlier_run_keeps_what_its_method_did_then() -> None:
+    """A field that is newer than the run has the class's default, not what is usual now."""
+    tree = {"method": {"name": "fedsimsiam"}}
+    assert from_tree(tree, {}, "file").make_method().predictor_steps == 10
+    then = from_tree(tree, {"train.rounds": 3}, "run", whole=True)
+    assert then.make_method().predictor_steps == 0
+    assert then.optimiser.name == "sgd"
+    other = from_tree(tree, {"method": "fedmoco"}, "run", whole=True)
+    assert other.optimiser.name == "adam"

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from furlong.core.context import Batch, ClientContext
 from furlong.core.method import USUAL, Local
 from furlong.core.weights import snapshot
-from furlong.methods.base import NO_NEGATIVES_REMEDY, WEIGHTS_REVEAL, Model, OneModel
+from furlong.methods.base import NO_NEGATIVES_REMEDY, WEIGHTS_REVEAL, Model, OneNetwork
 from furlong.methods.networks import WithPredictor, named_head
 from furlong.nn.losses import cosine_simsiam
 from furlong.settings import setting
 
 
 @dataclass(frozen=True)
-class FedSimSiam(WithPredictor, OneModel[None]):
+class FedSimSiam(WithPredictor, OneNetwork):
     """Predict the one view's projection from the other's; no negatives, no target network."""
 
     paper = "Chen & He 2021 (SimSiam), averaged as in McMahan et al. 2017"
@@ -40,7 +40,9 @@ class FedSimSiam(WithPredictor, OneModel[None]):
     projection_head: str = named_head("simsiam_proj")
     prediction_head: str = named_head("simsiam_pred")
     predictor_steps: int = setting(
-        0, "Steps of the predictor alone before every step; the paper has none.", at_least=0
+        0,
+        "Steps of the predictor alone before every step, which cost time; the paper has none.",
+        at_least=0,
     )
 
     @property
@@ -48,22 +50,34 @@ class FedSimSiam(WithPredictor, OneModel[None]):
         """The predictor's own steps are on whole batches."""
         return "no" if self.predictor_steps else "records"
 
+    def loss(self, net: nn.Module, batch: Batch) -> Tensor:
+        """L for a predictor as it is."""
+        return symmetric(net.get_submodule("predictor"), *projections(net, batch))
+
     def local_update(self, state: None, down: Model, ctx: ClientContext) -> Local[None, Model]:
-        """One pass per view, so that BatchNorm sees one view at a time, as in SimSiam."""
+        """Steps of the predictor alone, then one of the whole network, on each batch."""
         net = ctx.network("net", lambda: self.network(ctx), down.weights)
-        backbone, projector, predictor = net.children()
+        predictor = net.get_submodule("predictor")
+        alone = ctx.optimiser(predictor) if self.predictor_steps else None
         optimiser = ctx.optimiser(net)
-        alone = ctx.new_optimiser(list(predictor.parameters()), None)
 
         def loss_of(batch: Batch) -> Tensor:
-            z1, z2 = (projector(backbone(view)) for view in batch.views())
-            for _ in range(self.predictor_steps):
-                alone.step(symmetric(predictor, z1.detach(), z2.detach()))
+            z1, z2 = projections(net, batch)
+            if alone is not None:
+                for _ in range(self.predictor_steps):
+                    alone.step(symmetric(predictor, z1.detach(), z2.detach()))
             return symmetric(predictor, z1, z2)
 
         for batch in ctx.batches():
             optimiser.descend(loss_of, batch)
         return Local(state, Model(snapshot(net)), optimiser.metrics())
+
+
+def projections(net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Z of two views, B×d_z each; one pass per view, so that BatchNorm sees one view at a time."""
+    backbone, projector, _ = net.children()
+    z1, z2 = (projector(backbone(view)) for view in batch.views())
+    return z1, z2
 
 
 def symmetric(predictor: nn.Module, z1: Tensor, z2: Tensor) -> Tensor:

@@ -416,10 +416,19 @@ def resumable(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": tree[section][key] for section, key in names}
 
 
-def load(source: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Defaults, then the TOML file, then ``section.key`` overrides; fields and values checked."""
+def load(
+    source: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    whole: bool = False,
+) -> Config:
+    """Defaults, then the TOML file, then ``section.key`` overrides; fields and values checked.
+
+    ``whole``: the file says all that an earlier run had, see :func:`from_tree`.
+    """
     tree = {} if source is None else read(source)
-    return from_tree(tree, overrides or {}, "options" if source is None else str(source))
+    where = "options" if source is None else str(source)
+    return from_tree(tree, overrides or {}, where, whole=whole)
 
 
 def read(source: str | Path) -> dict[str, Any]:
@@ -434,8 +443,14 @@ def read(source: str | Path) -> dict[str, Any]:
         raise FurlongError(f"{source} is not a TOML file: {error}") from None
 
 
-def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Config:
-    """A configuration from nested tables and ``section.key`` (or short) overrides."""
+def from_tree(
+    tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str, *, whole: bool = False
+) -> Config:
+    """A configuration from nested tables and ``section.key`` (or short) overrides.
+
+    ``whole``: the tables are those of an earlier run. A setting that is newer than the run has the
+    default of its class then, which is as it was, and not what the method is usually run with.
+    """
     merged: dict[str, dict[str, Any]] = {}
     known = sections()
     for section, table in tree.items():
@@ -448,6 +463,7 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
         merged[section] = {k: v for k, v in table.items() if f"{section}.{k}" not in GONE}
     other = overrides.get("method", overrides.get("method.name"))
     if other is not None and other != merged.get("method", {}).get("name"):
+        whole = False
         old = merged.pop("method", {})  # the file's fields are those of another method
         for row in (METHODS.get(str(old.get("name"))), METHODS.get(str(other))):
             for key in row.server if row else ():  # as is what its name says of the server
@@ -459,7 +475,8 @@ def from_tree(tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
     for name, value in overrides.items():
         section, _, key = full_name(name).partition(".")
         merged.setdefault(section, {})[key] = value
-    _fill_usual(merged, row)
+    if not whole:
+        _fill_usual(merged, row)
     method = {**asdict(MethodSettings()), **merged.get("method", {})}
     merged["server"] = _resolve_server(str(method["name"]), merged.get("server", {}), where)
     parts: dict[str, Any] = {

@@ -223,7 +223,7 @@ class RunRecord:
     def config(self, overrides: Mapping[str, Any] | None = None) -> config.Config:
         """The configuration, ready to be run again; imports a method of one's own."""
         self.verify("config.toml")
-        return config.load(self.path / "config.toml", overrides)
+        return config.load(self.path / "config.toml", overrides, whole=True)
 
     @property
     def method(self) -> str:
