@@ -13,7 +13,7 @@ not reproduced  the interval holds zero, and not what the paper reports
 undecided       the interval holds both
 
 The interval is a 95 % t-interval of the paired differences over seeds. With one seed there is none:
-a difference of at most two points is undecided, and other verdicts say "one seed".
+two points to either side take its place, and the verdict says "one seed".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 import learning
 import series
 
-LEAST = 2.0  # points that one seed must show
+LEAST = 2.0  # points: half of the interval in the place of one seed's
 LARGE = 10.0  # of a claim of so many points half must be there
 DEGREES = "angle"
 
@@ -162,11 +162,8 @@ def verdict(found: list[float], published: float | None) -> str:
         part = mean < (published or 0) / 2 and (published or 0) >= LARGE
         size = " in sign, not in size" if part else ""
         return f"{f'reproduced{size}' if mean > 0 else 'refuted'}{few}"
-    if few:
-        return f"undecided{few}"
-    if published is not None and mean + half < published:
-        return "not reproduced"
-    return "undecided"
+    missed = published is not None and mean + half < published
+    return f"{'not reproduced' if missed else 'undecided'}{few}"
 
 
 def table() -> str:

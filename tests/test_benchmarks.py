@@ -52,6 +52,7 @@ def test_the_table_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ([], 1.0, "not run"),
         ([1.9], 1.0, "undecided (one seed)"),
+        ([1.9], 50.0, "not reproduced (one seed)"),
         ([2.1], None, "reproduced (one seed)"),
         ([-2.1], 5.0, "refuted (one seed)"),
         ([2.1], 50.0, "reproduced in sign, not in size (one seed)"),
