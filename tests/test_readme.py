@@ -64,7 +64,7 @@ def test_commands_parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_the_first_python_example_runs(tmp_path: Path) -> None:
+def test_the_first_python_example_learns(tmp_path: Path) -> None:
     path = tmp_path / "example.py"
     path.write_text(blocks("python")[0], encoding="utf-8")
     done = subprocess.run(
@@ -78,3 +78,5 @@ def test_the_first_python_example_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
+    untrained, trained = map(float, re.findall(r"^linear probe, \w+: (.*)$", done.stdout, re.M))
+    assert trained > untrained + 0.08
